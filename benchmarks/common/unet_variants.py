@@ -50,7 +50,7 @@ def build(
     torch.set_default_dtype(torch.float32)
     if lora_rank:
         unet.requires_grad_(False)
-        lora = LoraConfig(r=lora_rank, target_modules=LORA_TARGETS, init_lora_weights=False)
+        lora = LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules=LORA_TARGETS, init_lora_weights=False)
         unet = inject_adapter_in_model(lora, unet)
     return unet.train()
 

@@ -27,6 +27,7 @@ from benchmarks.common.denoisers import DENOISERS, denoiser_on, few_blocks, inpu
 from benchmarks.common.rows import keep_row
 from benchmarks.common.unet_variants import build
 from benchmarks.precision.unet_step import device_time_s, synchronize
+from lightning_aigc.diffusion.training.native_attention import avoid_misread_gradients
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.context import without_graphs
 from lightning_aigc.precision.graph.graphed_root import EAGER_CALLS
@@ -77,6 +78,7 @@ def measure(unet: nn.Module, shapes: list[dict[str, Any]], level: str, options: 
     plugin = FusedBackwardPrecision("bf16-true", memory=LEVELS[level])  # type: ignore[arg-type]
     plugin.convert_module(unet)
     device, steps = options.device, options.steps * len(shapes)
+    avoid_misread_gradients(unet, torch.device(device))
     row: dict[str, Any] = {"variant": level}
     try:
         free_cache(device)

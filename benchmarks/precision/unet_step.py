@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.common.denoisers import loss_of
 from benchmarks.common.kept_memory import kept_by_compiled_mib, kept_mib, peak_mib
 from benchmarks.common.rows import keep_row
 from benchmarks.common.unet_variants import LEVELS, VARIANTS, Variant, build, inputs_of
@@ -49,7 +50,7 @@ def one_step(unet: nn.Module, given: dict[str, Any], device: str, steps: int = 1
     synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
-        loss = unet(**given).sample.float().square().mean()
+        loss = loss_of(unet, given)
         loss.backward()
         unet.zero_grad(set_to_none=True)
     synchronize(device)
@@ -67,7 +68,7 @@ def device_time_s(unet: nn.Module, given: dict[str, Any], replays: int) -> float
     graph, seconds = torch.cuda.CUDAGraph(), None
     try:
         with torch.cuda.graph(graph):
-            unet(**given).sample.float().square().mean().backward()
+            loss_of(unet, given).backward()
         seconds = replay_seconds(graph, replays)
     except RuntimeError as error:
         print(f"no CUDA graph of the step: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -157,9 +157,11 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(dy, x, mean, rstd, norm_weight, norm_bias, scale, shift, weight, bias, needs, *options):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    dy, x, mean, rstd, norm_weight, norm_bias, scale, shift, weight, bias, needs, groups, eps, silu, density, *options
+):
     parameters = (norm_weight, norm_bias, scale, shift, weight, bias)
-    return [normalization.made_like(x), *empty_wanted(parameters, needs)]
+    return [normalization.made_like(x, any(needs[:4]), density), *empty_wanted(parameters, needs)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -110,13 +110,18 @@ def parameter_gradients(
     if layer.down is not None and layer.up is not None:
         if needs.down:
             dinner_TR = matmul(dy_TD, layer.up) if dinner_TR is None else dinner_TR
-            ddown_RC = matmul(dinner_TR.mul(layer.scale).t(), x_TC)
+            ddown_RC = matmul(_scaled(dinner_TR, layer.scale).t(), x_TC)
         if needs.up:
             inner_TR = linear(x_TC, layer.down, None) if inner_TR is None else inner_TR
-            dup_DR = matmul(dy_TD.t(), inner_TR.mul(layer.scale))
+            dup_DR = matmul(dy_TD.t(), _scaled(inner_TR, layer.scale))
     dweight_DC = matmul(dy_TD.t(), x_TC) if needs.weight else None
     dbias_D = dy_TD.sum(0) if needs.bias and layer.bias is not None else None
     return ProjectionGradients(dweight_DC, dbias_D, ddown_RC, dup_DR)
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    """x * scale, and x itself for 1, the usual lora_alpha / R."""
+    return x if scale == 1.0 else x.mul(scale)
 
 
 def linear_with_lora(x: Tensor, layer: LoRAProjection) -> Tensor:

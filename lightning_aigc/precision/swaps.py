@@ -54,16 +54,36 @@ class Swapped:
         Raises: ConfigError if the swaps are strict and the device's kernels cannot run.
         """
         self.device = device
+        if device.type == "cuda" and why_no_kernel("group_norm_silu") is None:
+            self._lay_out(torch.channels_last)
         if self.strict and device.type in KERNEL_DEVICES and any(map(why_no_kernel, KERNELS)):
             raise ConfigError(f"strict=True, but {kernels_on(device)}; install Triton for it, or strict=False")
 
+    def _lay_out(self, layout: torch.memory_format) -> None:
+        """Keep the frozen convolutions' weights in a memory format.
+
+        cuDNN multiplies in channels_last, and would transpose each weight in each step: on an H100 a sixth of the
+        card's time in a step of Stable Diffusion 1.5. Quantized, sharded and streamed weights stay as they are.
+        """
+        for module in self._modules:
+            weight: Any = getattr(module, "weight", None)
+            if (
+                isinstance(module, nn.Conv2d)
+                and type(weight) is nn.Parameter
+                and type(weight.data) is torch.Tensor
+                and weight.device.type == "cuda"
+                and not weight.requires_grad
+            ):
+                weight.data = weight.data.contiguous(memory_format=layout)
+
     def restore(self) -> None:
-        """Restore the modules' forwards. Idempotent.
+        """Restore the modules' forwards and the layout of their weights. Idempotent.
 
         A wrapper around the fused forward stays, and then calls the class's forward.
         """
         if self.planner is not None:
             self.planner.remove()
+        self._lay_out(torch.contiguous_format)
         for module in self._modules:
             if layers.is_installed(module):
                 module.__dict__.pop("forward")
@@ -159,6 +179,7 @@ def swap_forwards(
                 swapped.blocks[kind] += 1
         elif reason and outer_is_swapped[module] and module not in recomputed_inside:
             kept += before - after
+    swapped.set_device(swapped.device)
     if planner is not None:
         for root in roots_of(model, set(swapped._modules)):
             planner.watch(root)

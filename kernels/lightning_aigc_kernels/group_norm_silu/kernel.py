@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_aigc_kernels.group_norm_silu import split
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
+from lightning_aigc_kernels.group_norm_silu.reference import is_channels_last
 from lightning_aigc_kernels.group_norm_silu.split import normalised_and_dz, slope_and_offset
 from lightning_aigc_kernels.kth_magnitude import copy_at_least, kth_largest_magnitude
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
@@ -225,7 +226,7 @@ def _sizes(x: Tensor, groups: int) -> tuple[int, int, int, int]:
 
     Raises: ValueError if x is not a contiguous [N, C, ...] or the groups do not divide C.
     """
-    if x.dim() < 2 or not x.is_contiguous():
+    if x.dim() < 2 or not (x.is_contiguous() or (x.device.type in split.FORWARD and is_channels_last(x))):
         raise ValueError(f"x must be contiguous [N, C, ...], got shape {tuple(x.shape)}, strides {x.stride()}")
     samples, channels = x.shape[:2]
     if groups < 1 or channels % groups:
@@ -237,8 +238,8 @@ def _sizes(x: Tensor, groups: int) -> tuple[int, int, int, int]:
 def forward(x: Tensor, affine: Affine, groups: int, eps: float, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
     """act((GroupNorm(x) * weight + bias) * (1 + scale) + shift), with each slab's mean and reciprocal deviation.
 
-    Args: x is contiguous [N, C, ...] in float32, float16 or bfloat16. The activation is SiLU, or the identity if `silu`
-        is false.
+    Args: x is contiguous [N, C, ...], or channels_last where `split` serves, in float32, float16 or bfloat16. The
+        activation is SiLU, or the identity if `silu` is false.
     Returns: y like x, mean_NG and rstd_NG in float32.
     Raises: ValueError for a strided x, or channels that do not divide into the groups.
     """
@@ -289,15 +290,16 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of `forward`, recomputing the normalised x, so that only x of its size is saved.
 
-    Args: dy is contiguous with the shape of x. Below density 1 each slab keeps its ceil(density * length) largest
-        |dx|, ties included; the rest is zero.
+    Args: dy has x's shape and layout; channels_last is taken without `need_affine` at density 1. Below density 1 each
+        slab keeps its ceil(density * length) largest |dx|, ties included; the rest is zero.
     Returns: dx like x; with `need_affine` the gradients of weight, bias, scale and shift in their shapes and dtypes,
         the last two None without modulation; else four times None.
     Raises: ValueError as `forward`, or for a density outside (0, 1].
     """
     samples, channels, pixels, length = _sizes(x, groups)
-    if dy.shape != x.shape or not dy.is_contiguous():
-        raise ValueError(f"dy must be contiguous {tuple(x.shape)}, got {tuple(dy.shape)}, strides {dy.stride()}")
+    if dy.shape != x.shape or not (dy.is_contiguous() if x.is_contiguous() else is_channels_last(dy)):
+        wanted = f"{tuple(x.shape)} in x's layout, {x.stride()}"
+        raise ValueError(f"dy must be {wanted}, got {tuple(dy.shape)}, strides {dy.stride()}")
     if not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], got {density}; use 1 to keep every gradient")
     if length == 0 or samples == 0:
@@ -308,6 +310,8 @@ def backward(
         )
         return torch.empty_like(x), dweight, dbias, dscale, dshift
     may_share = not need_affine and density == 1
+    if not may_share and not x.is_contiguous():
+        raise ValueError("x must be contiguous for gradients of affine tensors and below density 1, got channels_last")
     cut = split.shared(x, groups, channels, pixels, is_backward=True) if may_share else None
     if cut is not None:
         dx = split.backward(dy, x, cut, mean_NG, rstd_NG, affine, groups, channels, pixels, silu)
@@ -421,7 +425,8 @@ def cases(chip: str) -> list[KernelCase]:
             case
             for dtype in dtypes
             for modulated in (False, True)
-            for case in (split.cases(dtype, 4096, modulated) if chip == "cuda" else ())
+            for channels_last in (False, True)
+            for case in (split.cases(dtype, 4096, modulated, channels_last) if chip == "cuda" else ())
         ),
     ]
 

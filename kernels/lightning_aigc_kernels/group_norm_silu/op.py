@@ -100,7 +100,8 @@ def forward(x: Tensor, norm: NormSiLU) -> tuple[Tensor, Tensor, Tensor]:
     kernel = kernel_for("group_norm_silu", x)
     if kernel is None:
         return reference.forward(x, norm)
-    y, mean_NG, rstd_NG = kernel.forward(x.contiguous(), affine_of(x, *norm.tensors), norm.groups, norm.eps, norm.silu)
+    x = x.contiguous(memory_format=_layout_for(x))
+    y, mean_NG, rstd_NG = kernel.forward(x, affine_of(x, *norm.tensors), norm.groups, norm.eps, norm.silu)
     return y, mean_NG, rstd_NG
 
 
@@ -115,9 +116,9 @@ def backward(
     if kernel is None:
         return reference.backward(dy, x, mean_NG, rstd_NG, norm, need_affine, density)
     affine = affine_of(x, *norm.tensors)
-    dx, *grads = kernel.backward(
-        dy.contiguous(), x.contiguous(), mean_NG, rstd_NG, affine, norm.groups, norm.silu, need_affine, density
-    )
+    layout = _layout_for(x, need_affine, density)
+    dy, x = dy.contiguous(memory_format=layout), x.contiguous(memory_format=layout)
+    dx, *grads = kernel.backward(dy, x, mean_NG, rstd_NG, affine, norm.groups, norm.silu, need_affine, density)
     dweight, dbias, dscale, dshift = (
         None if of is None else grad for grad, of in zip(grads, norm.tensors, strict=True)
     )
@@ -130,10 +131,17 @@ def _(x, weight, bias, scale, shift, groups, eps, silu, density):  # type: ignor
     return made_like(x), statistics, torch.empty_like(statistics)
 
 
-def made_like(x: Tensor) -> Tensor:
-    """An empty tensor with the shape and strides of `forward`'s y and `backward`'s dx."""
-    layout = reference.layout(x) if kernel_for("group_norm_silu", x) is None else torch.contiguous_format
+def made_like(x: Tensor, need_affine: bool = False, density: float = 1.0) -> Tensor:
+    """An empty tensor with the shape and strides of `forward`'s y and, with its options, of `backward`'s dx."""
+    is_kernels = kernel_for("group_norm_silu", x) is not None
+    layout = _layout_for(x, need_affine, density) if is_kernels else reference.layout(x)
     return torch.empty_like(x, memory_format=layout)
+
+
+def _layout_for(x: Tensor, need_affine: bool = False, density: float = 1.0) -> torch.memory_format:
+    """The memory format in which the kernels read x: channels_last is kept where they can."""
+    kept = x.device.type == "cuda" and not need_affine and density == 1 and reference.is_channels_last(x)
+    return torch.channels_last if kept else torch.contiguous_format
 
 
 def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -169,7 +177,7 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(dy, x, mean, rstd, weight, bias, scale, shift, groups, eps, silu, need_affine, density):  # type: ignore[no-untyped-def]
-    return [made_like(x), *empty_wanted((weight, bias, scale, shift), (need_affine,) * 4)]
+    return [made_like(x, need_affine, density), *empty_wanted((weight, bias, scale, shift), (need_affine,) * 4)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -113,11 +113,15 @@ def layout(x: Tensor) -> torch.memory_format:
     """
     if x.device.type != "cpu":
         return torch.contiguous_format
-    dense = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     # The stride of a single sample is arbitrary, but GroupNorm treats x as channels_last only if it matches too.
-    if dense and suggest_memory_format(x) == torch.channels_last:
+    if is_channels_last(x) and suggest_memory_format(x) == torch.channels_last:
         return torch.channels_last
     return torch.contiguous_format
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether x [N, C, H, W] is dense in channels_last alone."""
+    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _dense(x: Tensor) -> Tensor:

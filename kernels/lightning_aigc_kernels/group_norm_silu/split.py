@@ -5,6 +5,9 @@ first launch writes each program's partial sums, and a second adds up its slab's
 cost is a launch and a second read of x, by then in the cache. Ascend has few programs, each of which takes a full slab;
 trained affine tensors and sparse gradients use `kernel.py` too.
 
+These kernels also read channels_last tensors, in which a slab has K contiguous numbers of each pixel, so that nothing
+is copied between a convolution and its norm.
+
 Dimensions: as `kernel.py`. A slab is divided into tiles of BLOCK_K channels by BLOCK_P pixels, and each of SPLITS
 programs handles `tiles_a_split` consecutive tiles.
 """
@@ -20,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
+from lightning_aigc_kernels.group_norm_silu.reference import is_channels_last
 from lightning_aigc_kernels.launch import (
     KernelCase,
     LaunchConfig,
@@ -70,11 +74,24 @@ def normalised_and_dz(x_ptr, dy_ptr, offsets, inside, mean, rstd, slope, offset,
 
 
 @triton.jit
-def tile_of(tile, across, channels, pixels, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr):
+def slab_start(slab, groups, channels, pixels, CHANNELS_LAST: tl.constexpr):
+    """Offset of a slab's first element, in 64 bits."""
+    if CHANNELS_LAST:
+        return tl.cast(slab // groups, tl.int64) * groups * channels * pixels + (slab % groups) * channels
+    return tl.cast(slab, tl.int64) * channels * pixels
+
+
+@triton.jit
+def tile_of(
+    tile, across, groups, channels, pixels, CHANNELS_LAST: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr
+):
     """The channels of a slab's tile, the offsets of its elements, their mask, and their number."""
     channel = (tile // across) * BLOCK_K + tl.arange(0, BLOCK_K)
     pixel = (tile % across) * BLOCK_P + tl.arange(0, BLOCK_P)
-    offsets = channel[:, None] * pixels + pixel[None, :]
+    if CHANNELS_LAST:
+        offsets = channel[:, None] + pixel[None, :] * (groups * channels)
+    else:
+        offsets = channel[:, None] * pixels + pixel[None, :]
     inside = (channel < channels)[:, None] & (pixel < pixels)[None, :]
     rows = tl.minimum(channels - (tile // across) * BLOCK_K, BLOCK_K)
     columns = tl.minimum(pixels - (tile % across) * BLOCK_P, BLOCK_P)
@@ -85,11 +102,13 @@ def tile_of(tile, across, channels, pixels, BLOCK_K: tl.constexpr, BLOCK_P: tl.c
 def forward_shares(
     x_ptr,
     shares_ptr,
+    groups,
     channels,
     pixels,
     tiles,
     across,
     tiles_a_split,
+    CHANNELS_LAST: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -100,13 +119,13 @@ def forward_shares(
     """
     slab = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
-    x_ptr += tl.cast(slab, tl.int64) * channels * pixels
+    x_ptr += slab_start(slab, groups, channels, pixels, CHANNELS_LAST)
     count = 0.0
     mean = 0.0
     m2 = 0.0
     first = split * tiles_a_split
     for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
-        _, offsets, inside, numbers = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
+        _, offsets, inside, numbers = tile_of(tile, across, groups, channels, pixels, CHANNELS_LAST, BLOCK_K, BLOCK_P)
         values = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         tile_mean = tl.sum(tl.sum(values, 1), 0) / numbers
         centred = tl.where(inside, values - tile_mean, 0.0)
@@ -143,6 +162,7 @@ def forward_result(
     eps,
     MODULATED: tl.constexpr,
     SILU: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -160,13 +180,13 @@ def forward_result(
     if split == 0:
         tl.store(mean_ptr + slab, mean)
         tl.store(rstd_ptr + slab, rstd)
-    start = tl.cast(slab, tl.int64) * length
+    start = slab_start(slab, groups, channels, pixels, CHANNELS_LAST)
     first_channel = (slab % groups) * channels
     scale_row = scale_ptr + (slab // groups) * scale_stride + first_channel
     shift_row = shift_ptr + (slab // groups) * shift_stride + first_channel
     first = split * tiles_a_split
     for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
-        channel, offsets, inside, _ = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
+        channel, offsets, inside, _ = tile_of(tile, across, groups, channels, pixels, CHANNELS_LAST, BLOCK_K, BLOCK_P)
         slope, offset = slope_and_offset(
             weight_ptr + first_channel,
             bias_ptr + first_channel,
@@ -204,6 +224,7 @@ def backward_shares(
     shift_stride,
     MODULATED: tl.constexpr,
     SILU: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -213,7 +234,7 @@ def backward_shares(
     split = tl.program_id(0) % SPLITS
     mean = tl.load(mean_ptr + slab)
     rstd = tl.load(rstd_ptr + slab)
-    start = tl.cast(slab, tl.int64) * channels * pixels
+    start = slab_start(slab, groups, channels, pixels, CHANNELS_LAST)
     first_channel = (slab % groups) * channels
     scale_row = scale_ptr + (slab // groups) * scale_stride + first_channel
     shift_row = shift_ptr + (slab // groups) * shift_stride + first_channel
@@ -221,7 +242,7 @@ def backward_shares(
     total_xhat = 0.0
     first = split * tiles_a_split
     for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
-        channel, offsets, inside, _ = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
+        channel, offsets, inside, _ = tile_of(tile, across, groups, channels, pixels, CHANNELS_LAST, BLOCK_K, BLOCK_P)
         slope, offset = slope_and_offset(
             weight_ptr + first_channel,
             bias_ptr + first_channel,
@@ -262,6 +283,7 @@ def backward_result(
     shift_stride,
     MODULATED: tl.constexpr,
     SILU: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -275,13 +297,13 @@ def backward_result(
     of_splits = shares_ptr + slab * 2 * SPLITS + tl.arange(0, SPLITS)
     mean_dxhat = tl.sum(tl.load(of_splits), 0) / length
     mean_dxhat_xhat = tl.sum(tl.load(of_splits + SPLITS), 0) / length
-    start = tl.cast(slab, tl.int64) * length
+    start = slab_start(slab, groups, channels, pixels, CHANNELS_LAST)
     first_channel = (slab % groups) * channels
     scale_row = scale_ptr + (slab // groups) * scale_stride + first_channel
     shift_row = shift_ptr + (slab // groups) * shift_stride + first_channel
     first = split * tiles_a_split
     for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
-        channel, offsets, inside, _ = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
+        channel, offsets, inside, _ = tile_of(tile, across, groups, channels, pixels, CHANNELS_LAST, BLOCK_K, BLOCK_P)
         slope, offset = slope_and_offset(
             weight_ptr + first_channel,
             bias_ptr + first_channel,
@@ -302,7 +324,11 @@ class Cut:
 
     def __init__(self, x: Tensor, groups: int, channels: int, pixels: int, table: dict[str, LaunchConfig]) -> None:
         self.config = config_for(x.device.type, table)
-        self.block_k, self.block_p = tile_shape(pixels, self.config.tile)
+        self.channels_last = is_channels_last(x)
+        if self.channels_last:
+            self.block_p, self.block_k = tile_shape(channels, self.config.tile)
+        else:
+            self.block_k, self.block_p = tile_shape(pixels, self.config.tile)
         self.across = triton.cdiv(pixels, self.block_p)
         self.tiles = triton.cdiv(channels, self.block_k) * self.across
         self.slabs = x.shape[0] * groups
@@ -321,16 +347,17 @@ class Cut:
 
     @property
     def constants(self) -> dict[str, int | bool]:
-        return {"SPLITS": self.splits, "BLOCK_K": self.block_k, "BLOCK_P": self.block_p, **self.config.options}
+        tiles = {"SPLITS": self.splits, "BLOCK_K": self.block_k, "BLOCK_P": self.block_p}
+        return {"CHANNELS_LAST": self.channels_last, **tiles, **self.config.options}
 
 
 def shared(x: Tensor, groups: int, channels: int, pixels: int, *, is_backward: bool = False) -> Cut | None:
-    """The Cut of x's slabs for `forward` or `backward`; None if each program takes a full slab."""
+    """The Cut of x's slabs for `forward` or `backward`; None if each program takes a full slab of a contiguous x."""
     table = BACKWARD if is_backward else FORWARD
     if x.device.type not in table:
         return None
     cut = Cut(x, groups, channels, pixels, table)
-    return cut if cut.splits > 1 else None
+    return cut if cut.splits > 1 or cut.channels_last else None
 
 
 def forward(
@@ -342,7 +369,7 @@ def forward(
     rstd_NG = torch.empty_like(mean_NG)
     shares = torch.empty(cut.slabs, 3, cut.splits, dtype=torch.float32, device=x.device)
     with on_device_of(x):
-        forward_shares[cut.grid](x, shares, channels, pixels, *cut.sizes, **cut.constants)
+        forward_shares[cut.grid](x, shares, groups, channels, pixels, *cut.sizes, **cut.constants)
         forward_result[cut.grid](
             x, *affine.pointers, y, mean_NG, rstd_NG, shares, groups, channels, pixels, *cut.sizes, *affine.strides,
             eps, MODULATED=bool(affine.modulation), SILU=silu, **cut.constants,
@@ -373,13 +400,14 @@ def backward(
     return dx
 
 
-def cases(dtype: str, pixels: int, modulated: bool) -> list[KernelCase]:
+def cases(dtype: str, pixels: int, modulated: bool, channels_last: bool = False) -> list[KernelCase]:
     """The compiled variants of these kernels for CUDA."""
     found = []
     for function in (forward_shares, forward_result, backward_shares, backward_result):
         table = FORWARD if function in (forward_shares, forward_result) else BACKWARD
-        block_k, block_p = tile_shape(pixels, table["cuda"].tile)
-        constants = {"MODULATED": modulated, "SILU": True, "SPLITS": 8, "BLOCK_K": block_k, "BLOCK_P": block_p}
+        block_k, block_p = (16, table["cuda"].tile // 16) if channels_last else tile_shape(pixels, table["cuda"].tile)
+        switches = {"MODULATED": modulated, "SILU": True, "CHANNELS_LAST": channels_last}
+        constants = switches | {"SPLITS": 8, "BLOCK_K": block_k, "BLOCK_P": block_p}
         pointers = dict.fromkeys(("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "scale_ptr", "shift_ptr"), f"*{dtype}")
         pointers |= dict.fromkeys(("weight_ptr", "bias_ptr", "mean_ptr", "rstd_ptr", "shares_ptr"), "*fp32")
         signature = {
@@ -388,7 +416,6 @@ def cases(dtype: str, pixels: int, modulated: bool) -> list[KernelCase]:
             if name not in constants
         }
         own = {name: value for name, value in constants.items() if name in function.arg_names}
-        found.append(
-            KernelCase(f"{function.__name__} {dtype} {pixels}{' modulated' * modulated}", function, signature, own)
-        )
+        switched = " modulated" * modulated + " channels_last" * channels_last
+        found.append(KernelCase(f"{function.__name__} {dtype} {pixels}{switched}", function, signature, own))
     return found

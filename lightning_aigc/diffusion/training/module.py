@@ -62,6 +62,7 @@ from lightning_aigc.diffusion.training.averaging import averaged, follow_shards,
 from lightning_aigc.diffusion.training.default_callbacks import default_callbacks, has_default_snapshots
 from lightning_aigc.diffusion.training.method import Method
 from lightning_aigc.diffusion.training.named_optimizers import named_optimizer
+from lightning_aigc.diffusion.training.native_attention import avoid_misread_gradients
 from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, TrainingSettings
 from lightning_aigc.diffusion.training.trained_weights import check_precision, check_trained_weights, computed_in_half
 from lightning_aigc.diffusion.training.validation import (
@@ -457,6 +458,7 @@ class DiffusionTraining(LightningModule):
         if self.trainer.world_size > 1:
             # All ranks start with one seed, for equal initial weights; from here noise and timesteps differ per rank.
             torch.manual_seed(torch.initial_seed() + self.global_rank)
+        avoid_misread_gradients(self.loaded().denoiser, self.device)
         for optimizer in filter(is_schedule_free, self.trainer.optimizers):
             optimizer.train()  # type: ignore[attr-defined]
         self._validation.validate_untrained(self.trainer)

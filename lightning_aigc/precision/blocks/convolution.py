@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_aigc.precision.block_options import BlockOptions
@@ -54,12 +55,18 @@ def resnet(self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: A
             elif self.time_embedding_norm == "scale_shift":
                 scale, shift = temb.chunk(2, dim=1)
         hidden = norm_act_conv(hidden, self.norm2, self.conv2, options.for_part("norm2"), scale, shift, last=True)
-        x = x if self.conv_shortcut is None else self.conv_shortcut(x.contiguous() if self.training else x)
+        x = x if self.conv_shortcut is None else self.conv_shortcut(_as_diffusers(self, x))
         return (x + hidden) / self.output_scale_factor if self.output_scale_factor != 1 else x + hidden
 
     if options.recomputes:
         return lambda: recompute.checkpoint_block(self, run, input_tensor, temb)
     return lambda: run(input_tensor, temb)
+
+
+def _as_diffusers(self: Any, x: Tensor) -> Tensor:
+    """A contiguous x in training; on a card channels_last stays, in which cuDNN multiplies."""
+    is_last = x.device.type == "cuda" and x.is_contiguous(memory_format=torch.channels_last)
+    return x.contiguous() if self.training and not is_last else x
 
 
 def norm_act_conv(

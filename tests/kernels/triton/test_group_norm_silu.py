@@ -126,6 +126,51 @@ def test_programs_that_share_a_slab_give_what_one_gives(
         assert_as_exact_as_eager(got, theirs.to(got.dtype), exact, RATIO)
 
 
+@pytest.mark.parametrize(("silu", "modulated"), [(True, True), (False, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("programs", [0, 24])
+@pytest.mark.parametrize(("shape", "groups"), [((1, 30, 19, 17), 3), ((2, 40, 3, 3), 2), ((3, 2, 130, 8), 1)], ids=str)
+def test_channels_last_is_read_and_written_as_it_is(
+    shape: tuple[int, ...],
+    groups: int,
+    programs: int,
+    dtype: torch.dtype,
+    silu: bool,
+    modulated: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """y, both statistics and dx against float64, with one program for a slab and with several."""
+    x, weight, bias, modulation, dy = inputs(shape, dtype, device, modulated)
+    x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
+    affine = affine_of(x, weight, bias, *(modulation or (None, None)))
+    statistics = kernel.forward(x.contiguous(), affine, groups, EPS, silu)[1:]
+    monkeypatch.setattr(split, "wanted_programs", lambda *_: programs)
+    small = {device.type: LaunchConfig(64, 65_535)}
+    monkeypatch.setattr(split, "FORWARD", small), monkeypatch.setattr(split, "BACKWARD", small)
+    y, mean, rstd = kernel.forward(x, affine, groups, EPS, silu)
+    torch.testing.assert_close((mean, rstd), statistics, rtol=1e-5, atol=1e-6)
+    dx, *nothing = kernel.backward(dy, x, mean, rstd, affine, groups, silu, False, 1.0)
+    assert nothing == [None] * 4
+    assert y.stride() == dx.stride() == x.stride()
+    given = (x, weight, bias, modulation, dy, groups, silu)
+    truth = group_norm_silu_and_gradients(torch.float64, EPS, *given)
+    eager = group_norm_silu_and_gradients(torch.float32, EPS, *given)
+    for got, theirs, exact in zip((y, dx), eager[:2], truth[:2], strict=True):
+        assert_as_exact_as_eager(got, theirs.to(got.dtype), exact, RATIO)
+
+
+def test_a_gradient_in_another_layout_is_refused(device: torch.device) -> None:
+    x, weight, bias, _, dy = inputs((2, 6, 5, 7), torch.float32, device)
+    affine = affine_of(x, weight, bias, None, None)
+    last = x.contiguous(memory_format=torch.channels_last)
+    _, mean, rstd = kernel.forward(last, affine, 3, EPS, True)
+    with pytest.raises(ValueError, match="in x's layout"):
+        kernel.backward(dy, last, mean, rstd, affine, 3, True, False, 1.0)
+    with pytest.raises(ValueError, match="x must be contiguous for gradients of affine tensors"):
+        kernel.backward(last, last, mean, rstd, affine, 3, True, True, 1.0)
+
+
 @pytest.mark.parametrize("missing", ["scale", "shift"])
 def test_a_scale_or_a_shift_may_come_alone(missing: str, device: torch.device) -> None:
     x, weight, bias, (scale, shift), dy = inputs((2, 6, 5, 7), torch.float32, device, modulated=True)
@@ -223,5 +268,5 @@ def test_what_cannot_be_served_is_refused_with_the_reason(device: torch.device) 
     _, mean, rstd = kernel.forward(x, affine, 3, EPS, True)
     with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got 0; use 1 to keep every gradient"):
         kernel.backward(dy, x, mean, rstd, affine, 3, True, True, 0)
-    with pytest.raises(ValueError, match="dy must be contiguous"):
+    with pytest.raises(ValueError, match=r"dy must be \(2, 6, 4, 4\) in x's layout"):
         kernel.backward(dy.transpose(2, 3), x, mean, rstd, affine, 3, True, True, 1.0)

@@ -70,6 +70,64 @@ def test_cards_before_ampere_take_the_kernel_that_they_have(flash: bool, monkeyp
         assert core._kernel(q.float(), q.float(), q.float()) == "cuda_efficient"
 
 
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "cudnn_features", lambda index: 256)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)  # a torch for CPUs says False
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_card_with_cudnns_attention_runs_it_where_it_can() -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 8, 64, 160, device="cuda", dtype=torch.float16)
+        assert core._kernel(q, q, q) == "cudnn"
+        one = torch.empty(2, 8, 1, 160, device="cuda", dtype=torch.float16)
+        assert core._kernel(q, one, one) == "cuda_flash", "it takes no single key"
+        assert core._kernel(q, q, q, biased=True) == "cuda_efficient"
+        assert core._kernel(q.float(), q.float(), q.float()) == "cuda_efficient"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_torchs_switches_keep_cudnns_attention_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 8, 64, 40, device="cuda", dtype=torch.bfloat16)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+            assert core._kernel(q, q, q) == "cuda_flash"
+        monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+        assert core._kernel(q, q, q) == "cuda_flash"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_cudnns_attention_agrees_on_shapes() -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 64, 8, 40, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        k = torch.empty(2, 77, 8, 40, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        o, logsumexp, rest = attend(q, k, k)
+        assert (o.shape, o.stride()) == (q.shape, q.stride())
+        grads = attend_backward(torch.empty_like(o), q, k, k, o, logsumexp, rest)
+        assert [(grad.shape, grad.dtype) for grad in grads] == [(t.shape, q.dtype) for t in (q, k, k)]
+
+
+def test_cudnn_gets_tensors_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps a backward by the strides of q, k and v, and would read other gradients with the first one's."""
+    strides: list[tuple[int, ...]] = []
+
+    def note(*given: object) -> tuple[torch.Tensor, ...]:
+        heads_first = [x for x in given if isinstance(x, torch.Tensor) and x.dim() == 4]
+        strides.extend(x.stride() for x in heads_first)
+        return tuple(torch.empty_like(x) for x in heads_first[:3])
+
+    monkeypatch.setattr(core, "_kernel", lambda *_: "cudnn")
+    monkeypatch.setattr(core.aten, "_scaled_dot_product_cudnn_attention", note)
+    monkeypatch.setattr(core.aten, "_scaled_dot_product_cudnn_attention_backward", note)
+    dense = torch.empty(2, 8, 64, 40)
+    sliced = torch.empty(2, 64, 8, 80)[..., :40].transpose(1, 2)
+    o, logsumexp, rest = attend(dense, sliced, sliced)
+    attend_backward(sliced, dense, sliced, sliced, o, logsumexp[..., 0], rest)
+    assert strides == [(64 * 8 * 40, 40, 8 * 40, 1)] * 8
+
+
 @pytest.mark.filterwarnings("error")
 def test_attention_that_no_fused_kernel_takes_says_so_once() -> None:
     warn_once.cache_clear()
