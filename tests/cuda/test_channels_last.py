@@ -29,7 +29,9 @@ def gradients(model: Any, given: dict[str, Tensor], trained: list[nn.Parameter])
 
 
 @pytest.mark.parametrize("memory", ["balanced", "lean", "max", {"kept": 0.3}])
-def test_weights_are_laid_out_and_put_back(memory: Any) -> None:
+def test_weights_are_laid_out_and_put_back(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TF32, under which this model's gradients differ by up to 40 % from float32's, on a CPU too."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     model, given = sd15()
     model.cuda().requires_grad_(False)
@@ -43,7 +45,7 @@ def test_weights_are_laid_out_and_put_back(memory: Any) -> None:
     found = gradients(model, given, trained)
     plugin.teardown()
     for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours - theirs).norm() <= 5e-3 * theirs.norm()  # the card multiplies in tf32
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
     assert not any(is_last(conv.weight) for conv in convolutions(model))
     assert all(torch.equal(p, before[name]) and p.is_contiguous() for name, p in model.named_parameters())
 

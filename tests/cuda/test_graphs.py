@@ -146,6 +146,12 @@ def test_a_strategy_that_keeps_autograds_nodes_goes_with_graphs(
         assert max(replays) >= 3, f"no step was replayed under {strategy}"
 
 
+def test_a_fit_records_graphs_unless_told_otherwise(bases: dict[str, str], tmp_path: Path, replays: list[int]) -> None:
+    module = DiffusionLoRA(bases["sd"], num_inference_steps=2, max_train_steps=6)
+    fit(module, tmp_path, accelerator="cuda", devices=1, plugins=[FusedBackwardPrecision("bf16-mixed")])
+    assert max(replays) >= 3, "graph: auto recorded nothing"
+
+
 FITS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lean": (DiffusionLoRA, "sd", {"precision": "32-true", "memory": "lean"}, {}, {}),
     "accumulated, clipped": (DiffusionLoRA, "sd", {"precision": "bf16-mixed", "memory": "max"}, {},

@@ -68,7 +68,7 @@ class DeviceGraphs:
         recording = self.backend.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local")
         raised: list[Exception] = []
         try:
-            with self._restored_on_error(pool), _without_garbage_collection(), recording:
+            with self._restored_on_error(pool), _without_garbage_collection(), _with_own_workspaces(), recording:
                 try:
                     results = function()
                 except Exception as error:  # whatever the module raises: the end of the capture may hide it
@@ -102,6 +102,20 @@ class DeviceGraphs:
                 torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
                 torch._C._cuda_releasePool(self.device.index or 0, pool)
             raise
+
+
+@contextlib.contextmanager
+def _with_own_workspaces() -> Iterator[None]:
+    """Let cuBLAS work in the graphs' memory: workspaces of eager calls, 32 MiB a thread and stream, are freed for it.
+
+    Source: clear_cublas_manager in torch/_inductor/cudagraph_trees.py.
+    """
+    clear: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)  # a torch for CPUs
+    clear()
+    try:
+        yield
+    finally:
+        clear()
 
 
 @contextlib.contextmanager

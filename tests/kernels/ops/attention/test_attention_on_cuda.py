@@ -12,6 +12,12 @@ from lightning_aigc_kernels.lora_attention import core
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
 
 
+@pytest.fixture(autouse=True)
+def no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a card before Hopper, whatever this machine has."""
+    monkeypatch.setattr(core, "cudnn_features", lambda index: 0)
+
+
 @pytest.mark.parametrize(
     ("dtype", "features"),
     [(torch.bfloat16, 40), (torch.float16, 160), (torch.float32, 64)],
@@ -71,7 +77,7 @@ def test_cards_before_ampere_take_the_kernel_that_they_have(flash: bool, monkeyp
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(no_cudnn: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "cudnn_features", lambda index: 256)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)  # a torch for CPUs says False
 
