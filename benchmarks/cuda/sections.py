@@ -27,7 +27,7 @@ from benchmarks.cuda.bars import (
 
 UNET = "precision.unet_step"
 GRAPHS, STREAMED = "precision.graph_step", "precision.streamed_step"
-BANDWIDTH = "kernels.bandwidth"
+BANDWIDTH, ATTENTION = "kernels.bandwidth", "kernels.attention"
 MEMORY, HEALTH, SNAPSHOTS = "precision.step_memory", "health.cost", "checkpoint.snapshot_cost"
 LEVELS = ["--variants", "native", "balanced", "lean", "max", "checkpointing"]
 FEW = ["--rounds", "5", "--steps", "3"]
@@ -91,6 +91,11 @@ def part_one() -> list[Section]:
             [script(BANDWIDTH, *TO), script(BANDWIDTH, *TO, "--trained", "--shapes", "2")],
             [script(BANDWIDTH, *TO, "--dtype", "float32", "--shapes", "1", "--repeats", "1")],
             bandwidth_bars,
+        ),
+        Section(
+            "attention", 1, 40,
+            [script(ATTENTION, *TO)],
+            [script(ATTENTION, *TO, "--shapes", "2", "--pixels", "64", "--repeats", "1")],
         ),
         Section(
             "unet_step sd15", 1, 150,
