@@ -3,11 +3,11 @@
     python -m benchmarks.precision.unet_step [--model sd15|sdxl] [--batch 1] [--lora 64|0] [--pixels 512] [--rounds 7]
         [--width 0.5] [--device cuda]
 
-A U-Net with random weights from its config, in bf16 (`--dtype`), runs every variant in each round, so that changes of
-the machine's speed affect all of them; figures are medians over rounds after a warm-up round. `kept` is the exact size
-of the storages that the forward pass saves for backward; for `compile` (torch.compile; runs only if named, because it
-compiles for minutes) of those that the compiled code saves. `lean-int8` and similar names run on a quantized base and
-are also compared with `lean`.
+A U-Net with random weights from its config, in bf16 (`--dtype`) and with lora_alpha equal to the rank, runs every
+variant in each round, so that changes of the machine's speed affect all of them; figures are medians over rounds after
+a warm-up round. `kept` is the exact size of the storages that the forward pass saves for backward; for `compile`
+(torch.compile; runs only if named, because it compiles for minutes) of those that the compiled code saves. `lean-int8`
+and similar names run on a quantized base and are also compared with `lean`.
 `--width` scales every channel count. On a card, a step's time is the mean of `--steps` consecutive steps with one
 synchronisation, and the allocator's peak is reported too. There the step is also captured as a CUDA graph and replayed:
 `device_time_s` is the card's time, `step_time_s` includes the host. Nothing is reported unless the loss of each variant

@@ -147,6 +147,9 @@ def _dense(heads_first: Tensor) -> Tensor:
 
 def _tokens_first(heads_first: Tensor) -> Tensor:
     """The tensor in memory as [N, T, H, D]; without a copy if it is so already."""
+    _, heads, tokens, features = heads_first.shape
+    if heads_first.stride() == (tokens * heads * features, features, heads * features, 1):
+        return heads_first
     return heads_first.transpose(1, 2).contiguous().transpose(1, 2)
 
 
