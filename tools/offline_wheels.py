@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "accelerate")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-DEFAULT_LIMIT_MIB = 40
+DEFAULT_LIMIT_MIB = 48
 
 
 def installed_names(path: Path) -> set[str]:

@@ -31,6 +31,7 @@ BANDWIDTH, ATTENTION = "kernels.bandwidth", "kernels.attention"
 MEMORY, HEALTH, SNAPSHOTS = "precision.step_memory", "health.cost", "checkpoint.snapshot_cost"
 LEVELS = ["--variants", "native", "balanced", "lean", "max", "checkpointing"]
 FEW = ["--rounds", "5", "--steps", "3"]
+TWO = ["--levels", "native", "lean"]
 COMPILED = ["--variants", "native", "compile"]
 SHALLOW = ["--blocks", "2", "--pixels", "64", "--text", "16", "--rounds", "1"]
 TINY = ["--width", "0.1", "--pixels", "64", "--rounds", "1"]
@@ -106,8 +107,9 @@ def part_one() -> list[Section]:
         Section(
             "graphs sd15", 1, 110,
             [
-                script(GRAPHS, *TO), script(GRAPHS, *TO, "--batch", "4", "--rounds", "3"),
-                script(GRAPHS, *TO, "--shapes", "5", "--rounds", "3", "--steps", "2"),
+                script(GRAPHS, *TO),
+                script(GRAPHS, *TO, "--batch", "4", "16", "--rounds", "3", "--steps", "3", *TWO),
+                script(GRAPHS, *TO, "--shapes", "5", "--rounds", "3", "--steps", "2", *TWO),
             ],
             [script(GRAPHS, *TO, "--width", "0.1", "--pixels", "64", "--rounds", "1", "--steps", "1")],
             graph_bars,
@@ -116,8 +118,8 @@ def part_one() -> list[Section]:
             "graphs transformers", 1, 150,
             [
                 script(GRAPHS, *TO, "--model", "sd35", "--rounds", "3", "--levels", "native", "lean", "max"),
-                script(GRAPHS, *TO, "--model", "z_image", "--rounds", "3", "--levels", "native", "lean"),
-                script(GRAPHS, *TO, "--model", "flux", "--rounds", "3", "--levels", "native", "lean"),
+                script(GRAPHS, *TO, "--model", "z_image", "--rounds", "3", *TWO),
+                script(GRAPHS, *TO, "--model", "flux", "--rounds", "3", *TWO),
                 script(GRAPHS, *TO, "--model", "flux", "--rounds", "3", "--levels", "lean", "--base", "nf4"),
             ],
             [script(GRAPHS, *TO, *SHALLOW, "--model", "sd35", "--steps", "1", "--base", "int8")],

@@ -4,7 +4,7 @@
 
 The kernels are those of `lightning_aigc_kernels.lora_attention.core`: cuDNN's, torch's flash and memory-efficient
 attention on a card, torch's flash attention and plain products on a CPU; `chosen` is the one that the fused blocks run.
-Inputs are bf16 rows with heads beside each other, as projections give them. On a card a call is captured in a CUDA
+Inputs are bf16 rows with one head after the other, as projections give them. On a card a call is captured in a CUDA
 graph and the replay is timed. A kernel that cannot run, or whose gradients are far from float32's, has no times but an
 error. Medians after warm-up; one JSON object a line.
 """

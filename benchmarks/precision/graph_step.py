@@ -1,11 +1,12 @@
 """Time and memory of a step by graphs, and eagerly, at each memory level.
 
-    python -m benchmarks.precision.graph_step [--model sd15|sdxl|sd35|flux|z_image] [--batch 1] [--pixels 512]
+    python -m benchmarks.precision.graph_step [--model sd15|sdxl|sd35|flux|z_image] [--batch 1 4] [--pixels 512]
         [--shapes 1] [--base int8|nf4] [--levels native lean] [--device cuda]
 
 A denoiser with random weights in bf16 and a LoRA on its attention, of rank 64 in U-Nets and 16 in transformers. Eager
 and graphed steps alternate in each round; figures are medians after warm-up. `device_time_s` is the time of one
-captured graph of the whole step, which no Python can undercut. `--shapes 5` gives five shapes in turn.
+captured graph of the whole step, which no Python can undercut. `--shapes 5` gives five shapes in turn. A row is printed
+as soon as it is measured, for a machine with little time.
 `reserved` is the allocator's memory after eager steps alone, and after graphed steps with the graphs' pool.
 `gradient_difference` is the relative difference of all gradients of a graphed step and an eager one,
 `eager_difference` that of two eager ones, as some kernels do not repeat their bits. On a CPU the eager steps alone are
@@ -117,7 +118,7 @@ def measure(unet: nn.Module, shapes: list[dict[str, Any]], level: str, options: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=DENOISERS, default="sd15")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="several are measured one after another")
     parser.add_argument("--pixels", type=int, default=512)
     parser.add_argument("--text", type=int, default=512, help="text tokens of a transformer")
     parser.add_argument("--base", choices=["int8", "nf4", "fp8"], help="quantize the frozen weights")
@@ -139,24 +140,31 @@ def main() -> None:
         unet.bfloat16()
     if options.base:
         quantize_frozen_(unet, options.base)
-    shapes = [
-        random_inputs(inputs_of(unet.config, model, options.batch, options.pixels + 64 * i, options.text), device)
-        for i in range(options.shapes)
-    ]
-    rows = [measure(unet, shapes, level, options) for level in options.levels]
     name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
-    for row in rows:
-        if "graphed_step_s" in row:
-            row[f"graphed_over_eager_{options.levels[0]}"] = round(row["graphed_step_s"] / rows[0]["eager_step_s"], 3)
-            row["reserved_ratio"] = round(row["graphed_reserved_mib"] / row["eager_reserved_mib"], 3)
-        if row.get("device_time_s") and "graphed_step_s" in row:
-            row["graphed_over_device_time"] = round(row["graphed_step_s"] / row["device_time_s"], 3)
-        header = {
-            "benchmark": "graph_step", "model": options.model, "batch": options.batch, "pixels": options.pixels,
-            "shapes": options.shapes, "width": options.width, "base": options.base, "device": name,
-            "torch": torch.__version__, "rounds": options.rounds,
-        }  # fmt: skip
-        keep_row(header | row, options.output)
+    for batch in options.batch:
+        shapes = [
+            random_inputs(inputs_of(unet.config, model, batch, options.pixels + 64 * i, options.text), device)
+            for i in range(options.shapes)
+        ]
+        native: dict[str, Any] = {}
+        for level in options.levels:
+            row = measure(unet, shapes, level, options)
+            native = native or row
+            if "graphed_step_s" in row:
+                first = options.levels[0]
+                row[f"graphed_over_eager_{first}"] = round(row["graphed_step_s"] / native["eager_step_s"], 3)
+                row["reserved_ratio"] = round(row["graphed_reserved_mib"] / row["eager_reserved_mib"], 3)
+            if row.get("device_time_s"):
+                if native.get("device_time_s"):
+                    row["device_time_ratio"] = round(row["device_time_s"] / native["device_time_s"], 3)
+                if "graphed_step_s" in row:
+                    row["graphed_over_device_time"] = round(row["graphed_step_s"] / row["device_time_s"], 3)
+            header = {
+                "benchmark": "graph_step", "model": options.model, "batch": batch, "pixels": options.pixels,
+                "shapes": options.shapes, "width": options.width, "base": options.base, "device": name,
+                "torch": torch.__version__, "rounds": options.rounds,
+            }  # fmt: skip
+            keep_row(header | row, options.output)
 
 
 if __name__ == "__main__":

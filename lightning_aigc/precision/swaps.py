@@ -118,8 +118,13 @@ class Swapped:
 
 
 def multiplies_in_channels_last(device: torch.device) -> bool:
-    """Whether convolutions run in channels_last on this device, and GroupNorm's kernel too."""
-    return device.type == "cuda" and why_no_kernel("group_norm_silu") is None
+    """Whether cuDNN multiplies in channels_last on this device, and GroupNorm's kernel reads it: Ampere and later."""
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and why_no_kernel("group_norm_silu") is None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def kernels_on(device: torch.device) -> str:

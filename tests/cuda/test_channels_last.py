@@ -15,7 +15,7 @@ from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU
 
 
 def convolutions(model: nn.Module) -> list[nn.Conv2d]:
-    """Those whose layouts differ."""
+    """Convolutions whose two layouts differ."""
     return [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) and m.in_channels > 1]
 
 

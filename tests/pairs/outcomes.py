@@ -123,6 +123,12 @@ def train(row: Row, config: Path, root: Path) -> Ended:
     return resumed
 
 
+def result_of(root: Path) -> dict[str, Tensor]:
+    """The tensors of a run's result, by file and name; not those of its snapshots."""
+    files = [path for path in sorted(root.rglob("*.safetensors")) if root / "snapshots" not in path.parents]
+    return {f"{path.relative_to(root)} {k}": tensor for path in files for k, tensor in load_file(path).items()}
+
+
 def check_result(row: Row, base: Path, root: Path, source: Path | None) -> None:
     """Load the result in plain diffusers, draw with it, and see that what was trained is not what it began as.
 

@@ -2,7 +2,8 @@
 
 The device npu is the fake one.
 
-PAIRS_SEED chooses the array (unset: the week of the year), PAIRS_MINUTES how long rows may start (unset: no limit).
+PAIRS_SEED chooses the array (unset: the week of the year), PAIRS_MINUTES how long rows may start (unset: no limit),
+PAIRS_COMPARED how many of the resumed runs are compared with whole ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from fakes.models.edit_pipelines import scale_sources_to
@@ -32,13 +34,15 @@ from pairs.configs import (
     quantization_of,
 )
 from pairs.options import PLAIN, U_NETS, Row, allowed_pairs, completed, covering_array, refused
-from pairs.outcomes import Ended, check_export, check_result, export, run, train
+from pairs.outcomes import Ended, check_export, check_result, export, result_of, run, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers, where this process loads results
 SEED = int(os.environ.get("PAIRS_SEED") or "{0.year}{0.week:02}".format(datetime.date.today().isocalendar()))
 MINUTES = float(os.environ.get("PAIRS_MINUTES") or "inf")
 BEGUN = time.monotonic()
 ROWS = covering_array(SEED)
+COMPARED = int(os.environ.get("PAIRS_COMPARED") or 5)
+"""One in so many rows that are killed and resumed is trained without an end, too, for the same bits."""
 TOO_SMALL = "wants at least as many blocks as ranks"
 
 
@@ -101,6 +105,7 @@ def _train_lora(family: str, method: str, get: Callable[..., Path], folder: Path
 
 def _fit(row: Row, materials: Callable[..., Path], folder: Path) -> tuple[Ended, Path, Path]:
     family, base, root = row["family"], materials("base", row["family"]), folder / "run"
+    folder.mkdir(exist_ok=True)
     shards = adapter = lora = folder
     if row["source"] == "shards":
         memory = "stock" if row["memory"] == "stock" else "off"  # on a CPU Lightning turns 16-mixed into bf16-mixed
@@ -148,6 +153,12 @@ def test_a_row_trains_and_its_result_works_in_plain_diffusers(
     assert ended.code == 0, ended.said[-3000:]
     source = next(materials("sources").glob("*.png")) if row["source"] == "pairs" else None
     check_result(row, base, root, source)
+    if row["ending"] == "killed" and ROWS.index(row) % COMPARED == 0:
+        whole, _, whole_root = _fit(row | {"ending": "whole"}, materials, tmp_path / "whole")
+        assert whole.code == 0, whole.said[-3000:]
+        resumed, uninterrupted = result_of(root), result_of(whole_root)
+        assert resumed.keys() == uninterrupted.keys()
+        assert not [name for name, tensor in uninterrupted.items() if not torch.equal(resumed[name], tensor)]
     if row["export"] != "none":
         check_export(row, base, root, tmp_path, source)
 

@@ -24,7 +24,7 @@ def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def convolutions(model: nn.Module) -> list[nn.Conv2d]:
-    """Those whose two layouts differ."""
+    """Convolutions whose two layouts differ."""
     return [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) and m.in_channels > 1]
 
 
