@@ -93,9 +93,13 @@ class AdaptiveLR(Callback):
                 "none; return one, or leave AdaptiveLR out"
             )
         self._rates = [AdaptiveRate(optimizer, self._settings_for(optimizer)) for optimizer in optimizers]
-        if not self._is_resumed:
+        if self._is_resumed:
+            self._restore()
+        else:
             self.changes, self._harm = [], HarmWatch()
-            return
+
+    def _restore(self) -> None:
+        """Continue from a checkpoint's states, which a strategy that shards brings after `on_fit_start`."""
         self._is_resumed = False
         if len(self._states) != len(self._rates):
             raise ConfigError(
@@ -206,6 +210,8 @@ class AdaptiveLR(Callback):
         self._harm.load_state_dict(state_dict.get("harm", {}))
         self._losses = list(state_dict.get("losses", []))  # older checkpoints have none
         self.changes = [Change(int(step), factor, reason) for step, factor, reason in state_dict["changes"]]
+        if self._rates:
+            self._restore()
 
 
 CLEAR = 2.0

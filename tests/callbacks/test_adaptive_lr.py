@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from fakes.models import small_lightning
@@ -157,9 +157,18 @@ class SameNoise(Callback):
         torch.manual_seed(trainer.global_step)
 
 
+class RestoresLate(SingleDeviceStrategy):
+    """As strategies that shard: callbacks get a checkpoint's states after `on_fit_start`."""
+
+    restore_checkpoint_after_setup = True
+
+
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the saver of the first run
+@pytest.mark.parametrize("restores_late", [False, True])
 @pytest.mark.parametrize(("stop", "search"), [(8, True), (24, False)])  # in the search; on the way back from a cut
-def test_a_resumed_training_ends_in_the_same_weights(stop: int, search: bool, tmp_path: Path) -> None:
+def test_a_resumed_training_ends_in_the_same_weights(
+    stop: int, search: bool, restores_late: bool, tmp_path: Path
+) -> None:
     whole, adaptive = Scheduled(), AdaptiveLR(search)
     saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=stop, save_top_k=-1)
     fit(whole, [adaptive, Peaks(20), SameNoise(), saver], enable_checkpointing=True)
@@ -167,7 +176,8 @@ def test_a_resumed_training_ends_in_the_same_weights(stop: int, search: bool, tm
     state = torch.load(file, weights_only=True)["callbacks"]["AdaptiveLR"]
     assert bool(state["rates"][0]["weights"]) == (stop == 8)
     resumed, again = Scheduled(), AdaptiveLR(search)
-    fit(resumed, [again, Peaks(20), SameNoise()], ckpt_path=str(file))
+    strategy = RestoresLate("cpu") if restores_late else "auto"
+    fit(resumed, [again, Peaks(20), SameNoise()], ckpt_path=str(file), strategy=strategy)
     assert torch.equal(weights(whole), weights(resumed))
     assert again.changes == adaptive.changes
     assert adaptive.changes[0].step == 20 or search
