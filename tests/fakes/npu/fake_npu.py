@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 from torch._library.custom_ops import OPDEFS
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from fakes.npu import npu_ops
@@ -136,6 +136,9 @@ def run_on_cpu(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if given:
         refuse_another_device(op, leaves)
     result = op(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
+    if op.namespace == "_c10d_functional":
+        # Gloo goes on writing after the call, and what is asked to wait is the NpuTensor, which torch does not know.
+        result = tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, result)
     if (
         op in (aten.empty_strided.default, aten._to_copy.default)
         and kwargs.get("memory_format") not in CHANNELS_LAST.values()
