@@ -9,18 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fakes.models.graphed_denoisers import sd15
+from fakes.models.small_models import convolutions
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc_kernels.group_norm_silu import op
 from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU
-
-
-def convolutions(model: nn.Module) -> list[nn.Conv2d]:
-    """Convolutions whose two layouts differ."""
-    return [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) and m.in_channels > 1]
-
-
-def is_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+from lightning_aigc_kernels.group_norm_silu.reference import is_channels_last
 
 
 def gradients(model: Any, given: dict[str, Tensor], trained: list[nn.Parameter]) -> list[Tensor]:
@@ -41,12 +34,12 @@ def test_weights_are_laid_out_and_put_back(memory: Any, monkeypatch: pytest.Monk
     wanted = gradients(model, given, trained)
     plugin = FusedBackwardPrecision("32-true", memory=memory)
     plugin.convert_module(model)
-    assert all(is_last(conv.weight) for conv in convolutions(model))
+    assert all(is_channels_last(conv.weight) for conv in convolutions(model))
     found = gradients(model, given, trained)
     plugin.teardown()
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
-    assert not any(is_last(conv.weight) for conv in convolutions(model))
+    assert not any(is_channels_last(conv.weight) for conv in convolutions(model))
     assert all(torch.equal(p, before[name]) and p.is_contiguous() for name, p in model.named_parameters())
 
 
@@ -55,7 +48,7 @@ def test_trained_convolutions_stay_as_they_are() -> None:
     model.cuda()
     plugin = FusedBackwardPrecision("32-true", memory="lean")
     plugin.convert_module(model)
-    assert not any(is_last(conv.weight) for conv in convolutions(model))
+    assert not any(is_channels_last(conv.weight) for conv in convolutions(model))
     plugin.teardown()
 
 
@@ -72,7 +65,7 @@ def test_a_group_norm_keeps_channels_last(shape: tuple[int, ...], dtype: torch.d
     last, dy_last = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
     y, *again = op.forward(last, norm)
     dx = op.backward(dy_last, last, *again, norm, False, 1.0)[0]
-    assert is_last(y) and is_last(dx)
+    assert is_channels_last(y) and is_channels_last(dx)
     near = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(y, wanted, **near)
     torch.testing.assert_close(dx, wanted_dx, **near)

@@ -3,7 +3,7 @@
 The device npu is the fake one.
 
 PAIRS_SEED chooses the array (unset: the week of the year), PAIRS_MINUTES how long rows may start (unset: no limit),
-PAIRS_COMPARED how many of the resumed runs are compared with whole ones.
+PAIRS_COMPARED of how many rows one is compared with a whole run, if it is killed and resumed (unset: 5).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MINUTES = float(os.environ.get("PAIRS_MINUTES") or "inf")
 BEGUN = time.monotonic()
 ROWS = covering_array(SEED)
 COMPARED = int(os.environ.get("PAIRS_COMPARED") or 5)
-"""One in so many rows that are killed and resumed is trained without an end, too, for the same bits."""
+"""One of this many rows is also trained without a kill, if it is killed and resumed; both must give the same bits."""
 TOO_SMALL = "wants at least as many blocks as ranks"
 
 

@@ -10,26 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from fakes.models.pipelines import make_pipeline
-from fakes.models.small_models import LEVELS, call_unet, gradients, make_unet, with_lora
+from fakes.models.small_models import LEVELS, call_unet, convolutions, gradients, make_unet, with_lora
 from fakes.runs.seeded_fits import fit
 from lightning_aigc.diffusion import DiffusionControlNet, DiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision, swaps
 from lightning_aigc.precision.swaps import swap_forwards
 from lightning_aigc.quantization.frozen import quantize_frozen_
+from lightning_aigc_kernels.group_norm_silu.reference import is_channels_last
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swaps, "multiplies_in_channels_last", lambda device: True)
-
-
-def convolutions(model: nn.Module) -> list[nn.Conv2d]:
-    """Convolutions whose two layouts differ."""
-    return [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) and m.in_channels > 1]
-
-
-def is_last(weight: Tensor) -> bool:
-    return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
 
 
 @pytest.mark.usefixtures("float64")
@@ -39,7 +31,7 @@ def test_gradients_stay_and_the_layout_is_put_back(memory: str) -> None:
     wanted = gradients(model, call_unet)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     swapped = swap_forwards(model, memory=memory)  # type: ignore[arg-type]
-    assert all(is_last(conv.weight) for conv in convolutions(model))
+    assert all(is_channels_last(conv.weight) for conv in convolutions(model))
     found = gradients(model, call_unet)
     swapped.restore()
     assert wanted.keys() == found.keys()
@@ -51,17 +43,15 @@ def test_gradients_stay_and_the_layout_is_put_back(memory: str) -> None:
 def test_trained_and_quantized_weights_and_a_layout_of_the_users_stay() -> None:
     trained = make_unet()
     swap_forwards(trained, memory="lean")
-    assert not any(is_last(conv.weight) for conv in convolutions(trained))
+    assert not any(is_channels_last(conv.weight) for conv in convolutions(trained))
     quantized = with_lora(make_unet())
     quantize_frozen_(quantized, "int8")
-    packed = [conv.weight for conv in convolutions(quantized) if type(conv.weight) is not nn.Parameter]
+    packed = {conv: conv.weight for conv in convolutions(quantized) if type(conv.weight) is not nn.Parameter}
     swap_forwards(quantized, memory="lean").restore()
-    assert packed and packed == [
-        conv.weight for conv in convolutions(quantized) if type(conv.weight) is not nn.Parameter
-    ]
+    assert packed and all(conv.weight is weight for conv, weight in packed.items())
     users = with_lora(make_unet()).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     swap_forwards(users, memory="lean").restore()
-    assert all(is_last(conv.weight) for conv in convolutions(users))
+    assert all(is_channels_last(conv.weight) for conv in convolutions(users))
 
 
 @pytest.fixture(scope="module")

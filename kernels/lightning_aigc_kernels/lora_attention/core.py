@@ -194,5 +194,5 @@ def cudnn_features(cuda_index: int | None) -> int:
 
 def _may_use_cudnn() -> bool:
     """Whether torch's switches allow it; it does not repeat its bits."""
-    allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    return allowed and not torch.are_deterministic_algorithms_enabled()
+    is_enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    return is_enabled and not torch.are_deterministic_algorithms_enabled()

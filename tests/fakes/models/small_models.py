@@ -79,3 +79,8 @@ def call_with(*shapes: tuple[int, ...], **kwargs: Any) -> Callable[[nn.Module], 
         return module(*(torch.randn(shape) for shape in shapes), **kwargs)  # type: ignore[no-any-return]
 
     return call
+
+
+def convolutions(model: nn.Module) -> list[nn.Conv2d]:
+    """Convolutions whose weights have two different layouts, contiguous and channels_last."""
+    return [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) and m.in_channels > 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,21 @@ def test_the_tiles_of_real_chips_give_the_same(
     assert_all_exact(*inputs((2, 20, 23, 29), torch.float16, device, modulated), 2)
 
 
+def assert_split_is_exact(given: tuple[Any, ...], statistics: tuple[Tensor, ...]) -> None:
+    """y, both statistics and dx of `split`'s kernels against float64, in x's layout; no other gradient."""
+    x, weight, bias, modulation, dy, groups, silu = given
+    affine = affine_of(x, weight, bias, *(modulation or (None, None)))
+    y, mean, rstd = kernel.forward(x, affine, groups, EPS, silu)
+    torch.testing.assert_close((mean, rstd), statistics, rtol=1e-5, atol=1e-6)
+    dx, *nothing = kernel.backward(dy, x, mean, rstd, affine, groups, silu, False, 1.0)
+    assert nothing == [None] * 4
+    assert y.stride() == dx.stride() == x.stride()
+    truth = group_norm_silu_and_gradients(torch.float64, EPS, *given)
+    eager = group_norm_silu_and_gradients(torch.float32, EPS, *given)
+    for got, theirs, exact in zip((y, dx), eager[:2], truth[:2], strict=True):
+        assert_as_exact_as_eager(got, theirs.to(got.dtype), exact, RATIO)
+
+
 @pytest.mark.parametrize(("silu", "modulated"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("programs", [3, 24])
@@ -115,15 +131,7 @@ def test_programs_that_share_a_slab_give_what_one_gives(
     for is_backward in (False, True):
         cut = split.shared(x, groups, channels, pixels, is_backward=is_backward)
         assert (cut is not None) == (programs > shape[0] * groups)
-    y, mean, rstd = kernel.forward(x, affine, groups, EPS, silu)
-    torch.testing.assert_close((mean, rstd), statistics, rtol=1e-5, atol=1e-6)
-    dx, *nothing = kernel.backward(dy, x, mean, rstd, affine, groups, silu, False, 1.0)
-    assert nothing == [None] * 4
-    given = (x, weight, bias, modulation, dy, groups, silu)
-    truth = group_norm_silu_and_gradients(torch.float64, EPS, *given)
-    eager = group_norm_silu_and_gradients(torch.float32, EPS, *given)
-    for got, theirs, exact in zip((y, dx), eager[:2], truth[:2], strict=True):
-        assert_as_exact_as_eager(got, theirs.to(got.dtype), exact, RATIO)
+    assert_split_is_exact((x, weight, bias, modulation, dy, groups, silu), statistics)
 
 
 @pytest.mark.parametrize(("silu", "modulated"), [(True, True), (False, False)])
@@ -148,16 +156,7 @@ def test_channels_last_is_read_and_written_as_it_is(
     monkeypatch.setattr(split, "wanted_programs", lambda *_: programs)
     small = {device.type: LaunchConfig(64, 65_535)}
     monkeypatch.setattr(split, "FORWARD", small), monkeypatch.setattr(split, "BACKWARD", small)
-    y, mean, rstd = kernel.forward(x, affine, groups, EPS, silu)
-    torch.testing.assert_close((mean, rstd), statistics, rtol=1e-5, atol=1e-6)
-    dx, *nothing = kernel.backward(dy, x, mean, rstd, affine, groups, silu, False, 1.0)
-    assert nothing == [None] * 4
-    assert y.stride() == dx.stride() == x.stride()
-    given = (x, weight, bias, modulation, dy, groups, silu)
-    truth = group_norm_silu_and_gradients(torch.float64, EPS, *given)
-    eager = group_norm_silu_and_gradients(torch.float32, EPS, *given)
-    for got, theirs, exact in zip((y, dx), eager[:2], truth[:2], strict=True):
-        assert_as_exact_as_eager(got, theirs.to(got.dtype), exact, RATIO)
+    assert_split_is_exact((x, weight, bias, modulation, dy, groups, silu), statistics)
 
 
 def test_a_gradient_in_another_layout_is_refused(device: torch.device) -> None:
