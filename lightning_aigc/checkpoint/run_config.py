@@ -195,7 +195,7 @@ def find_finished(trainer: Trainer, module: LightningModule, data: Any, director
 def finished_sentence(snapshot: Snapshot, root: str | Path) -> str:
     return (
         f"the run in {root} is finished: {snapshot.step} steps, and its files are written; nothing to do"
-        " (a larger max_steps or max_epochs continues from its end)"
+        " (a larger max_train_steps, max_steps or max_epochs continues from its end)"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ from lightning_aigc.errors import ConfigError
 
 NO_LORA = "none"
 CONTROLNETS = ("DiffusionControlNet", "ControlNetTraining")
+FINE_TUNINGS = ("DiffusionFineTuning", "StableDiffusionFineTuning")
+BASE_OPTIONS = ("revision", "variant", "denoiser_file", "training_adapter")
+"""Arguments of the base model, which its fine-tuned copy is loaded without."""
 """Classes whose runs draw what they are shown."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
     parser.description = (
-        "Draw images with the base model and the LoRA or ControlNet of a run, as the run itself sampled."
+        "Draw images with the base model and the LoRA or ControlNet of a run, or with its fine-tuned model, as the run"
+        " itself sampled."
     )
     parser.add_argument("-c", "--config", type=Path, required=True, help="the run's config.yaml")
     parser.add_argument("--prompts", nargs="+", default=[], help="one row each; default: the run's validation_prompts")
@@ -64,6 +69,14 @@ def run(args: argparse.Namespace) -> int:
     for name in ("num_inference_steps", "resolution"):
         if (given := getattr(args, name)) is not None and given < 1:
             raise ConfigError(f"--{name} must be at least 1, got {given}; leave it out for the run's")
+    for seed in args.seeds or []:
+        if not -(2**63) <= seed < 2**64:
+            raise ConfigError(f"--seeds must be numbers of 64 bits, got {seed}; give smaller ones: --seeds 0 1")
+    for name in ("weight", "guidance_scale"):
+        given = getattr(args, name)
+        for number in given if isinstance(given, list) else [given]:
+            if number is not None and not math.isfinite(number):
+                raise ConfigError(f"--{name} must be a finite number, got {number}; leave it out for the default")
     with _written(args.output):
         require_writable(args.output)
     word = settings.data.get("trigger_word")
@@ -77,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         return draw_controlled(args, settings, prompts)
     if args.condition or args.controlnet:
         raise ConfigError(f"--condition and --controlnet belong to runs of {CONTROLNETS[0]}; leave them out")
-    lora = settings.find_lora(args.lora)
+    lora = settings.take_result(args.lora)
     if args.source:
         return draw_edits(args, settings, prompts, lora)
 
@@ -86,22 +99,22 @@ def run(args: argparse.Namespace) -> int:
     from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
     from lightning_aigc.diffusion.samplers.lora import LoRASampler
 
-    print(f"drawing with {lora or 'the base model alone'}")
+    print(f"drawing with {lora or settings.pipeline or 'the base model alone'}")
     seeds = args.seeds or settings.seeds
     weights = args.weight if lora else [0.0]
     sampler = LoRASampler(settings.model, settings.precision, settings.accelerator, lora)
     if sampler.components.family.needs_sources:
-        title = sampler.components.family.title
-        raise ConfigError(f"{title} edits images; give those to start from: --source before.png")
+        family = sampler.components.family.title
+        raise ConfigError(f"{family} edits images; give those to start from: --source before.png")
     steps, scale = args.num_inference_steps, args.guidance_scale
+    titles = [f"weight {weight:g}" if lora else settings.model_title for weight in weights]
     columns = []
-    for weight in weights:
+    for weight, title in zip(weights, titles, strict=True):
         pairs = [(prompt, seed) for prompt in prompts for seed in seeds]
-        columns.append(sampler.sample(pairs, weight, args.negative_prompt, steps, scale, f"weight {weight:g}"))
+        columns.append(sampler.sample(pairs, weight, args.negative_prompt, steps, scale, title))
     pictures = torch.stack(columns, 1).flatten(0, 1)  # all weights of a prompt and seed side by side
-    named = [f"weight {weight:g}, " if lora else "base, " for weight in weights]
-    captions = [f"{name}seed {seed}\n{prompt}" for prompt in prompts for seed in seeds for name in named]
-    facts = {"prompts": prompts, "seeds": seeds, "weights": weights, "lora": str(lora or NO_LORA)}
+    captions = [f"{name}, seed {seed}\n{prompt}" for prompt in prompts for seed in seeds for name in titles]
+    facts = {"prompts": prompts, "seeds": seeds, "weights": weights, "lora": str(lora or settings.pipeline or NO_LORA)}
     with _written(args.output):
         write_png(args.output, draw_sheet(pictures, captions, len(weights) if len(weights) > 1 else len(seeds)), facts)
     print(f"wrote {args.output}")
@@ -155,6 +168,13 @@ class RunConfig:
     ) -> None:
         self.path, self.model, self.trainer = path, model, trainer
         self.model_class, self.data = model_class, data or {}
+        self.pipeline: Path | None = None
+        """Folder of the fine-tuned model that draws in place of the base."""
+
+    @property
+    def model_title(self) -> str:
+        """Name of the model without a LoRA, for captions."""
+        return "base" if self.pipeline is None else "fine-tuned"
 
     @property
     def seeds(self) -> list[int]:
@@ -175,6 +195,45 @@ class RunConfig:
                 return str(given["precision"])
         return str(self.trainer.get("precision") or "32-true")
 
+    def take_result(self, given: str | None) -> Path | None:
+        """Find what the run has trained. Returns: the LoRA to use; None for none, such as after full fine-tuning, whose
+        model replaces the base.
+
+        Raises: ConfigError if there is no such file or folder.
+        """
+        if given is not None or self.model_class not in FINE_TUNINGS:
+            return self.find_lora(given)
+        self.pipeline = self._find_folder("model_index.json", "fine-tuned model", f"--lora {NO_LORA} for the base")
+        kept = {name: value for name, value in self.model.items() if name not in BASE_OPTIONS}
+        self.model = kept | {"pretrained_model_name_or_path": str(self.pipeline)}
+        return None
+
+    def find_controlnet(self, given: str | None) -> Path:
+        """Folder of the ControlNet to use: the given one, or the run's best, or its last.
+
+        Raises: ConfigError if there is none.
+        """
+        if given is None:
+            return self._find_folder("config.json", "ControlNet", "--controlnet")
+        if not (Path(given) / "config.json").is_file():
+            raise ConfigError(f"--controlnet: {given} is no ControlNet folder; give one with a config.json")
+        return Path(given)
+
+    def _find_folder(self, file: str, title: str, option: str) -> Path:
+        """Folder of the run's best or last result, which has this file. Raises: ConfigError if there is none."""
+        name = str(self.model.get("output_name") or "lora")
+        for folder in self._folders:
+            for stem in (f"{name}_best", name):
+                if (folder / stem / file).is_file():
+                    return folder / stem
+        raise ConfigError(
+            f"the run in {self._folders[-1]} has no {title} {name}/ yet; train it first, or give {option}"
+        )
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [self.path.parent, Path(self.trainer.get("default_root_dir") or ".")]
+
     def find_lora(self, given: str | None) -> Path | None:
         """The LoRA to use, None for none: the given one, or the run's best, its last, or its newest by step.
 
@@ -187,9 +246,8 @@ class RunConfig:
                 raise ConfigError(f"--lora: there is no file {given}; give a .safetensors file, or {NO_LORA}")
             return Path(given)
         name = str(self.model.get("output_name") or "lora")
-        folders = [self.path.parent, Path(self.trainer.get("default_root_dir") or ".")]
         kinds = [".diffusers.safetensors", ".safetensors"] if self.model.get("use_dora") else [".safetensors"]
-        for folder in folders:
+        for folder in self._folders:
             for stem in (f"{name}_best", name):
                 for kind in kinds:
                     if (folder / f"{stem}{kind}").is_file():
@@ -197,8 +255,8 @@ class RunConfig:
             if by_step := sorted(folder.glob(f"{name}_step_*[0-9].safetensors")):
                 return by_step[-1]
         raise ConfigError(
-            f"the run in {folders[-1]} has no LoRA file {name}.safetensors yet; train it first, or give --lora FILE or"
-            f" --lora {NO_LORA}"
+            f"the run in {self._folders[-1]} has no LoRA file {name}.safetensors yet; train it first, or give --lora FILE"
+            f" or --lora {NO_LORA}"
         )
 
 
@@ -211,7 +269,7 @@ def draw_controlled(args: argparse.Namespace, settings: Any, prompts: list[str])
         raise ConfigError("a ControlNet draws what it is shown; give images: --condition mug.png chair.png")
     if missing := [str(path) for path in args.condition if not path.is_file()]:
         raise ConfigError(f"--condition: there is no file {missing[0]}; give images")
-    folder = find_controlnet(settings, args.controlnet)
+    folder = settings.find_controlnet(args.controlnet)
 
     import torch
 
@@ -263,7 +321,7 @@ def draw_edits(args: argparse.Namespace, settings: Any, prompts: list[str], lora
     from lightning_aigc.diffusion.pipeline.generate import stacked
     from lightning_aigc.diffusion.samplers.lora import LoRASampler
 
-    print(f"editing {len(opened)} images with {lora or 'the base model alone'}")
+    print(f"editing {len(opened)} images with {lora or settings.pipeline or 'the base model alone'}")
     sampler = LoRASampler(settings.model, settings.precision, settings.accelerator, lora)
     parts = sampler.components
     side = args.resolution or settings.data.get("resolution") or settings.model.get("sample_resolution")
@@ -277,25 +335,11 @@ def draw_edits(args: argparse.Namespace, settings: Any, prompts: list[str], lora
     given = (args.negative_prompt, args.num_inference_steps, args.guidance_scale)
     columns = [stacked([as_pixels(image[0]) for image in sources])]
     columns += [sampler.sample(pairs, weight, *given, f"weight {weight:g}", sources) for weight in weights]
-    names = ["source", *(f"weight {weight:g}" if lora else "base" for weight in weights)]
+    titles = [f"weight {weight:g}" if lora else settings.model_title for weight in weights]
+    names = ["source", *titles]
     captions = [f"{name}, seed {seed}\n{prompt}" for prompt, seed in pairs for name in names]
-    facts = {"prompts": prompts, "seeds": seeds, "weights": weights, "lora": str(lora or NO_LORA)}
+    facts = {"prompts": prompts, "seeds": seeds, "weights": weights, "lora": str(lora or settings.pipeline or NO_LORA)}
     with _written(args.output):
         write_png(args.output, draw_sheet(torch.stack(columns, 1).flatten(0, 1), captions, len(names)), facts)
     print(f"wrote {args.output}")
     return 0
-
-
-def find_controlnet(settings: Any, given: str | None) -> Path:
-    """The ControlNet's folder: the given one, or the run's best, or its last. Raises: ConfigError if there is none."""
-    if given is not None:
-        if not (Path(given) / "config.json").is_file():
-            raise ConfigError(f"--controlnet: {given} is no ControlNet folder; give one with a config.json")
-        return Path(given)
-    name = str(settings.model.get("output_name") or "lora")
-    folders: list[Path] = [settings.path.parent, Path(settings.trainer.get("default_root_dir") or ".")]
-    for folder in folders:
-        for stem in (f"{name}_best", name):
-            if (folder / stem / "config.json").is_file():
-                return folder / stem
-    raise ConfigError(f"the run in {folders[-1]} has no ControlNet {name}/ yet; train it first, or give --controlnet")

@@ -122,6 +122,26 @@ def test_weights_are_columns_and_the_best_file_goes_first(command: Command, quic
     assert said.code == 0 and "base model" in said.out and "trigger word" not in said.out
 
 
+def test_a_full_fine_tuning_draws_with_its_own_model(command: Command, quick: Path, tmp_path: Path) -> None:
+    config = yaml.safe_load(quick.read_text(encoding="utf-8"))
+    config["model"]["class_path"] = "DiffusionFineTuning"
+    for name in ("rank", "lora_alpha", "lora_targets", "preserve", "class_word", "preserve_weight"):  # of a LoRA alone
+        del config["model"]["init_args"][name]
+    quick.write_text(yaml.safe_dump(config), encoding="utf-8")
+    said = command("sample", "-c", quick)
+    assert said.code == 1 and "no fine-tuned model zorp/ yet; train it first" in said.errors[0]
+    said = command("fit", "-c", quick)
+    assert said.code == 0, said.err
+    run, grid = tmp_path / "run", tmp_path / "grid.png"
+    said = command("sample", "-c", run, "--seeds", 0, "-o", grid)
+    assert said.code == 0 and f"drawing with {run / 'zorp'}" in said.out, said.err
+    drawn, own = (np.asarray(Image.open(path)) for path in (grid, run / "samples" / "step_000002.png"))
+    top = slice(8, 8 + 160)  # the image, without what is written under it
+    assert np.abs(own[top, top].astype(int) - drawn[top, top].astype(int)).max() <= 3
+    assert command("sample", "-c", run, "--seeds", 0, "--lora", "none", "-o", grid).code == 0
+    assert np.abs(own[top, top].astype(int) - np.asarray(Image.open(grid))[top, top].astype(int)).max() > 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -132,6 +152,9 @@ def test_weights_are_columns_and_the_best_file_goes_first(command: Command, quic
         (["-c", "{empty}", "--prompts", "a"], "pretrained_model_name_or_path"),
         (["-c", "{config}", "--prompts", "a", "--lora", "{config}"], "safetensors"),
         (["-c", "{config}", "--num_inference_steps", "0"], "--num_inference_steps must be at least 1, got 0"),
+        (["-c", "{config}", "--seeds", str(2**64)], "--seeds must be numbers of 64 bits, got 18446744073709551616"),
+        (["-c", "{config}", "--weight", "nan"], "--weight must be a finite number, got nan"),
+        (["-c", "{config}", "--guidance_scale", "inf"], "--guidance_scale must be a finite number, got inf"),
         (["-c", "{config}", "-o", "{folder}"], "it is a folder; give another --output"),
         (["-c", "{config}", "-o", "{config}/grid.png"], "File exists; give another --output"),
     ],

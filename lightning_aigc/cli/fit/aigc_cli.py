@@ -32,7 +32,7 @@ from lightning_aigc._lightning import (
     rank_zero_info,
 )
 from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot, RunReport, SampleGrid
-from lightning_aigc.callbacks.order import FIRST, order_callbacks
+from lightning_aigc.callbacks.order import FIRST, LAST, order_callbacks
 from lightning_aigc.callbacks.run_report.run_report import REPORT_FILE
 from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.checkpoint.preemption import is_requeued
@@ -91,6 +91,8 @@ class AIGCArgumentParser(LightningArgumentParser):
 class SaveConfig(SaveConfigCallback):
     """Saves the config of a fit, without its secrets, in `default_root_dir` and in the logger's folder."""
 
+    callback_order = LAST  # behind all that may refuse the run
+
     def __init__(self, parser: LightningArgumentParser, config: Any, *args: Any, **kwargs: Any) -> None:
         shared = config.clone()
         for key, value in config.items():
@@ -108,7 +110,11 @@ class SaveConfig(SaveConfigCallback):
         if stage == "fit":  # validate would replace the run's config.yaml by one that fit cannot read
             log_dir = trainer.log_dir  # asked of every rank: rank 0 sends it to the others
             self._folders = dict.fromkeys((str(trainer.default_root_dir), str(log_dir or trainer.default_root_dir)))
-            super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the config now: one that is refused until here must not replace that of an earlier run."""
+        if trainer.is_global_zero:
+            self.save_config(trainer, pl_module, "fit")
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for folder in self._folders:

@@ -296,7 +296,13 @@ def family_of_checkpoint(path: Path) -> str:
     """The name of a single-file checkpoint's family, from its keys. Raises: ModelError for one that holds no U-Net."""
     from diffusers.loaders.single_file_utils import infer_diffusers_model_type, load_single_file_checkpoint
 
-    kind = infer_diffusers_model_type(load_single_file_checkpoint(str(path)))
+    weights = load_single_file_checkpoint(str(path))
+    if any("lora_" in name or "lokr_" in name for name in weights):
+        raise ModelError(
+            f"{KEY}: {path} is a LoRA, which has no base model in it; give its base, and to train the LoRA on, set"
+            f" model.init_args.lora_from: {path}"
+        )
+    kind = infer_diffusers_model_type(weights)
     if not kind.startswith(U_NET_CHECKPOINTS):
         raise ModelError(
             f"{KEY}: {path} is a checkpoint of {kind}; single files are read of Stable Diffusion 1.x, 2.x and SDXL"
@@ -319,6 +325,11 @@ def _explain(error: Exception, name: str, path: Path) -> str:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if path.is_dir():
         return f"{KEY}: {name} is a pipeline folder but one of its parts does not load: {first_line}"
+    if path.is_file() and _hub_reason(error, name):
+        return (
+            f"{KEY}: {name} is a single file, whose configs come from the hub, and they could not be read; give the"
+            " model's diffusers folder, or load the file once with the hub, so that its cache has them"
+        )
     if path.is_file():
         return f"{KEY}: {name} does not load as a single-file checkpoint: {first_line}"
     if not HUB_ID.fullmatch(name):

@@ -130,7 +130,6 @@ class DiffusionTraining(LightningModule):
         self.settings = TrainingSettings(pretrained_model_name_or_path=source, **kwargs)
         self.save_hyperparameters(method.options | asdict(self.settings))
         self.build_optimizer = named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
-        self.build_lr_scheduler = lr_scheduler
         self.snapshot_ignored_arguments = IGNORED_ON_RESUME | method.ignored_on_resume
         self.validation_prompts, self.output_name = list(self.settings.validation_prompts), self.settings.output_name
         self.text_encoders = nn.ModuleList()  # filled if they are trained, so that DDP and checkpoints see them
@@ -149,8 +148,7 @@ class DiffusionTraining(LightningModule):
         self._loaded_optimizers: list[Any] = []
         self._held_share: float | None = None
         family = check_source(source, method.families, method.hint, takes_distilled=method.takes_distilled)
-        if isinstance(lr_scheduler, str):
-            optimization.check_schedule_name(lr_scheduler)  # before weights are read
+        self.build_lr_scheduler = optimization.read_scheduler(lr_scheduler)  # before weights are read
         method.check(self.settings, family)
         if family is not None:
             self._check_settings(family)

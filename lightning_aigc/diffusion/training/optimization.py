@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +28,31 @@ FUSED_DEVICES = ("cuda",)
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 
 
-def check_schedule_name(name: str) -> None:
-    """Raise ModelError, with the closest match, for a name that is not in `SCHEDULES`."""
-    if name not in SCHEDULES:
-        near = get_close_matches(name, SCHEDULES, n=1)
+def read_scheduler(given: str | Callable[[Optimizer], Any]) -> str | Callable[[Optimizer], Any]:
+    """The given scheduler; a class path without arguments, such as from a command line, becomes the class.
+
+    Raises: ModelError, with the closest match, for a name that is not in `SCHEDULES`, and for a class that cannot be
+        imported or needs arguments.
+    """
+    if not isinstance(given, str) or given in SCHEDULES:
+        return given
+    key = "model.init_args.lr_scheduler"
+    module, _, name = given.rpartition(".")
+    if not module:
+        near = get_close_matches(given, SCHEDULES, n=1)
         raise ModelError(
-            f"model.init_args.lr_scheduler must be one of {', '.join(SCHEDULES)}, or a class; got {name!r}"
+            f"{key} must be one of {', '.join(SCHEDULES)}, or a class; got {given!r}"
             + (f"; did you mean {near[0]}?" if near else "")
         )
+    try:
+        found: Callable[[Optimizer], Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"{key}: {given!r} cannot be imported ({error}); check the class path") from error
+    first, *others = inspect.signature(found).parameters.values()
+    positional = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD, first.KEYWORD_ONLY)
+    if needed := [each.name for each in others if each.default is each.empty and each.kind in positional]:
+        raise ModelError(f"{key}: {name} needs {', '.join(needed)}; set {key}.init_args.{needed[0]}")
+    return found
 
 
 def parameter_groups(

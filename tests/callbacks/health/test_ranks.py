@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from fakes.models.denoisers import Denoiser, batches, fit
+from fakes.models.denoisers import CHANNELS, Denoiser, batches, fit
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.callbacks.health import GradientHealthMonitor
 
@@ -41,6 +41,17 @@ class BadOnRankOne(Denoiser):
         return super().training_step(batch_BSC, batch_idx)
 
 
+class OneRow(Denoiser):
+    """A weight of one row, of which a rank of two has no entry under `zero_2` and `zero_3`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(CHANNELS, 1)
+
+    def training_step(self, batch_BSC: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch_BSC, batch_idx) + (self.gate(batch_BSC) - 3).square().mean()
+
+
 def run(folder: Path, module: Denoiser, *callbacks: Callback, strategy: Any = None, **arguments: Any) -> dict[str, Any]:
     monitor = GradientHealthMonitor(dirpath=folder, **arguments)
     trainer = fit(
@@ -60,6 +71,8 @@ def work(rank: int, root: str) -> dict[str, Any]:
         "warned": run(folder / "warned", BadOnRankOne()),
         "stopped": run(folder / "stopped", BadOnRankOne(), on_error="stop"),
         "sparse": run(folder / "sparse", BadOnRankOne(), strategy="npu_sparse"),
+        "zero_2": run(folder / "zero_2", OneRow(), strategy="zero_2", every_n_steps=1, on_error="stop"),
+        "zero_3": run(folder / "zero_3", OneRow(), strategy="zero_3", every_n_steps=1, on_error="stop"),
     }
 
 
@@ -75,5 +88,7 @@ def test_ranks_agree_on_what_they_saw_and_name_the_rank_and_the_layer(tmp_path: 
         assert (found["stopped"]["steps"], found["stopped"]["finite"]) == (6, True)
         assert origin in found["sparse"]["said"]
         assert found["sparse"]["finite"]
+        for sharded in (found["zero_2"], found["zero_3"]):
+            assert sharded["steps"] == 20 and "no_update" not in [said[1] for said in sharded["said"]]
     written = (tmp_path / "warned" / "health.jsonl").read_text().splitlines()
     assert any(json.loads(line)["rank"] == 1 for line in written)

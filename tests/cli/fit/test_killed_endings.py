@@ -109,8 +109,8 @@ def test_a_finished_run_says_so_in_one_line_and_changes_nothing(
         assert command("fit", "-c", scored, *logged, "--resume").code == 0
     assert everything_in(root) == before
     assert [line for line in caplog.messages if line.startswith("the run in")] == [
-        f"the run in {root} is finished: 3 steps, and its files are written; nothing to do (a larger max_steps or"
-        " max_epochs continues from its end)"
+        f"the run in {root} is finished: 3 steps, and its files are written; nothing to do (a larger"
+        " max_train_steps, max_steps or max_epochs continues from its end)"
     ]
     # A file that is gone is written again, and a larger limit continues.
     lora = load_file(root / "zorp.safetensors")

@@ -92,12 +92,18 @@ def test_nothing_to_resume_starts_and_a_finished_run_has_nothing_to_do(
     assert find_snapshots(tmp_path / "run" / "snapshots")[0].facts["is_finished"]
 
 
-def test_another_configuration_is_refused_with_both_values(command: Command, quick: Path) -> None:
+def test_another_configuration_is_refused_with_both_values(command: Command, quick: Path, tmp_path: Path) -> None:
     assert command("fit", "-c", quick).code == 0
+    saved = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     said = command("fit", "-c", quick, "--resume", "--model.init_args.rank=3", "--data.init_args.train_batch_size=1")
     assert said.code == 1
     assert "model.init_args.rank: 2 in the snapshot, 3 now" in said.err
     assert "data.init_args.train_batch_size: 2 in the snapshot, 1 now" in said.err
+    (tmp_path / "no_model.png").write_bytes(b"an image")
+    base = f"--model.init_args.pretrained_model_name_or_path={tmp_path / 'no_model.png'}"
+    said = command("fit", "-c", quick, "--overwrite", base)
+    assert said.code == 1
+    assert (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8") == saved
     more = ["--model.init_args.max_train_steps=7", "--model.init_args.output_name=other"]
     assert command("fit", "-c", quick, "--resume", *more).code == 0
 

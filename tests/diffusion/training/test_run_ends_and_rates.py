@@ -17,7 +17,7 @@ from transformers import Adafactor
 from fakes.models.pipelines import make_batch
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.diffusion import FullFineTuning, LoRA, StableDiffusionFineTuning, StableDiffusionLoRA
-from lightning_aigc.diffusion.training.optimization import build_schedule
+from lightning_aigc.diffusion.training.optimization import build_schedule, read_scheduler
 from lightning_aigc.errors import ModelError
 from lightning_aigc.schedulers.deepspeed_rates import WarmupDecayLR
 
@@ -162,3 +162,24 @@ def test_advice_names_arguments_of_the_users_own_class(sd: str) -> None:
 
     assert frozen_text_setting(make_module(sd)) == "model.init_args.train_text_encoder: false"
     assert frozen_text_setting(StableDiffusionFineTuning(sd)) == "model.init_args.trained_parts: [unet]"
+
+
+def test_a_scheduler_may_be_named_by_its_class_path_alone(sd: str, tmp_path: Path) -> None:
+    module = make_module(sd, lr_scheduler="torch.optim.lr_scheduler.ConstantLR")
+    assert fit(module, tmp_path, max_steps=2)[1] == pytest.approx([1e-3 / 3, 1e-3 / 3])  # ConstantLR's default factor
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            "torch.optim.lr_scheduler.StepLR",
+            "StepLR needs step_size; set model.init_args.lr_scheduler.init_args.step_size",
+        ),
+        ("torch.optim.lr_scheduler.Nope", "cannot be imported .*; check the class path"),
+        ("cosin", "got 'cosin'; did you mean cosine"),
+    ],
+)
+def test_a_scheduler_that_cannot_be_made_is_one_sentence(given: str, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        read_scheduler(given)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fakes.models.pipelines import make_batch, make_pipeline
 from fakes.runs.seeded_fits import fit, same
 from lightning_aigc.callbacks import GradientHealthMonitor
-from lightning_aigc.diffusion import StableDiffusionFineTuning
+from lightning_aigc.diffusion import StableDiffusionFineTuning, StableDiffusionLoRA
 from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor, write_tensors
 from lightning_aigc.diffusion.training.full_fine_tuning import covers
 from lightning_aigc.diffusion.training.optimizer_in_backward import round_stochastically_
@@ -180,6 +180,20 @@ def test_what_is_trained_starts_from_every_pretrained_bit(
 
 
 # Files --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_a_base_offline_is_one_sentence(sd: str, tmp_path: Path) -> None:
+    module = StableDiffusionFineTuning(sd, trained_parts=["unet"], output_name="mine", **QUICK)
+    fit(module, tmp_path)
+    lora = StableDiffusionLoRA(sd, rank=2)
+    lora.configure_model()
+    lora.save_lora(tmp_path / "lora.safetensors")
+    for file, words in (
+        ("mine", "configs come from the hub.*give the model's diffusers folder"),
+        ("lora", "is a LoRA"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            StableDiffusionLoRA(str(tmp_path / f"{file}.safetensors")).configure_model()
 
 
 @pytest.mark.parametrize(("family", "precision"), [("sd", "bf16-mixed"), ("sd2", "32-true"), ("sdxl", "32-true")])

@@ -14,6 +14,7 @@ from lightning_aigc.callbacks.health.parameter_names import lora_part
 from lightning_aigc.callbacks.health.parameter_stats import Named, ParameterStats, Sampler
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.callbacks.health.training_stage import StageTracker
+from lightning_aigc.sharding.local_parts import local_parts
 
 
 class OptimizerHistory:
@@ -52,12 +53,16 @@ class OptimizerHistory:
         """Sample the weights before a step, to measure how far it moves them.
 
         Args: stats: the step's; a weight whose sampled gradient is all zero, such as a kernel of which one tap has one,
-            is not expected to move where it is sampled.
+            is not expected to move where it is sampled. Nor is a sharded weight of which this rank has no entry.
         """
         if self.samples is not None:
             self.samples.take()
             zeros = stats.by_name(stats.zero_share) if stats is not None else {}
-            self.moving = [p.grad is not None and zeros.get(name) != 1 for name, p in self.samples.named]
+            parts = local_parts([p for _, p in self.samples.named])
+            self.moving = [
+                p.grad is not None and zeros.get(name) != 1 and part.numel() > 0
+                for (name, p), part in zip(self.samples.named, parts, strict=True)
+            ]
 
     def measure_step(self) -> None:
         """Measure how far the step went, if the weights were sampled before it. Waits for nothing."""
