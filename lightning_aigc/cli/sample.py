@@ -169,7 +169,7 @@ class RunConfig:
         self.path, self.model, self.trainer = path, model, trainer
         self.model_class, self.data = model_class, data or {}
         self.pipeline: Path | None = None
-        """Folder of the fine-tuned model that draws in place of the base."""
+        """Folder of the fine-tuned model that draws instead of the base."""
 
     @property
     def model_title(self) -> str:
@@ -255,8 +255,8 @@ class RunConfig:
             if by_step := sorted(folder.glob(f"{name}_step_*[0-9].safetensors")):
                 return by_step[-1]
         raise ConfigError(
-            f"the run in {self._folders[-1]} has no LoRA file {name}.safetensors yet; train it first, or give --lora FILE"
-            f" or --lora {NO_LORA}"
+            f"the run in {self._folders[-1]} has no LoRA file {name}.safetensors yet; train it first, or give --lora"
+            f" FILE or --lora {NO_LORA}"
         )
 
 
