@@ -15,10 +15,11 @@ from lightning_aigc.errors import ConfigError
 
 NO_LORA = "none"
 CONTROLNETS = ("DiffusionControlNet", "ControlNetTraining")
+"""Classes whose runs draw what they are shown."""
 FINE_TUNINGS = ("DiffusionFineTuning", "StableDiffusionFineTuning")
+"""Classes whose runs save a whole model."""
 BASE_OPTIONS = ("revision", "variant", "denoiser_file", "training_adapter")
 """Arguments of the base model, which its fine-tuned copy is loaded without."""
-"""Classes whose runs draw what they are shown."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         family = sampler.components.family.title
         raise ConfigError(f"{family} edits images; give those to start from: --source before.png")
     steps, scale = args.num_inference_steps, args.guidance_scale
-    titles = [f"weight {weight:g}" if lora else settings.model_title for weight in weights]
+    titles = settings.titles(lora, weights)
     columns = []
     for weight, title in zip(weights, titles, strict=True):
         pairs = [(prompt, seed) for prompt in prompts for seed in seeds]
@@ -171,10 +172,10 @@ class RunConfig:
         self.pipeline: Path | None = None
         """Folder of the fine-tuned model that draws instead of the base."""
 
-    @property
-    def model_title(self) -> str:
-        """Name of the model without a LoRA, for captions."""
-        return "base" if self.pipeline is None else "fine-tuned"
+    def titles(self, lora: Path | None, weights: list[float]) -> list[str]:
+        """A title for the column of each weight; without a LoRA, the model's."""
+        model = "base" if self.pipeline is None else "fine-tuned"
+        return [f"weight {weight:g}" if lora else model for weight in weights]
 
     @property
     def seeds(self) -> list[int]:
@@ -335,8 +336,7 @@ def draw_edits(args: argparse.Namespace, settings: Any, prompts: list[str], lora
     given = (args.negative_prompt, args.num_inference_steps, args.guidance_scale)
     columns = [stacked([as_pixels(image[0]) for image in sources])]
     columns += [sampler.sample(pairs, weight, *given, f"weight {weight:g}", sources) for weight in weights]
-    titles = [f"weight {weight:g}" if lora else settings.model_title for weight in weights]
-    names = ["source", *titles]
+    names = ["source", *settings.titles(lora, weights)]
     captions = [f"{name}, seed {seed}\n{prompt}" for prompt, seed in pairs for name in names]
     facts = {"prompts": prompts, "seeds": seeds, "weights": weights, "lora": str(lora or settings.pipeline or NO_LORA)}
     with _written(args.output):

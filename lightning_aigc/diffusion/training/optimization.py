@@ -49,8 +49,8 @@ def read_scheduler(given: str | Callable[[Optimizer], Any]) -> str | Callable[[O
     except (ImportError, AttributeError) as error:
         raise ModelError(f"{key}: {given!r} cannot be imported ({error}); check the class path") from error
     first, *others = inspect.signature(found).parameters.values()
-    positional = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD, first.KEYWORD_ONLY)
-    if needed := [each.name for each in others if each.default is each.empty and each.kind in positional]:
+    kinds = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD, first.KEYWORD_ONLY)
+    if needed := [each.name for each in others if each.default is each.empty and each.kind in kinds]:
         raise ModelError(f"{key}: {name} needs {', '.join(needed)}; set {key}.init_args.{needed[0]}")
     return found
 
