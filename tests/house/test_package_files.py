@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning_aigc
 import lightning_aigc_kernels
 
-MOST_FILES = 542
+MOST_FILES = 543
 """Nearly all are modules. Raise it for a feature, not for data: data goes into an archive."""
 PACKAGES = [Path(package.__file__).parent for package in (lightning_aigc, lightning_aigc_kernels)]
 

@@ -20,8 +20,8 @@ from lightning_aigc.diffusion.pipeline.loading import (
     check_channels_of_folder,
     check_not_distilled,
     check_source,
-    family_of_checkpoint,
 )
+from lightning_aigc.diffusion.pipeline.single_file import family_of_checkpoint
 from lightning_aigc.embedded import PREFIX, resolve
 from lightning_aigc.errors import ConfigError, ModelError
 
@@ -126,7 +126,7 @@ def _family_of_file_name(given: str) -> Family:
 def _family_of_file(given: str, path: Path) -> Family:
     """The family of a single-file checkpoint. Raises: ModelError for a file that holds none, or of another family."""
     try:
-        return FAMILIES[family_of_checkpoint(path)]
+        return family_of_checkpoint(path)
     except ModelError:
         raise
     except Exception as error:  # diffusers and safetensors raise nearly anything for a file of another kind

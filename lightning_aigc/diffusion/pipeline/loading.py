@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_aigc.diffusion.families import FAMILIES, SHORT, Components, Family
 from lightning_aigc.diffusion.pipeline.denoiser_file import load_denoiser_file
 from lightning_aigc.diffusion.pipeline.image_sizes import channels_of_checkpoint, check_channels
-from lightning_aigc.diffusion.pipeline.saved_schedule import of_single_file
+from lightning_aigc.diffusion.pipeline.single_file import KEY, family_of_checkpoint, load_single_file
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
 
@@ -30,13 +30,9 @@ EXCLUDED_FOLDERS: dict[PipelineHalf, tuple[str, ...]] = {
     "without_text_encoders": ("text_encoder", "text_encoder_2", "text_encoder_3"),
 }
 """Folders that are not loaded, by the half of a transformer's pipeline that is."""
-U_NET_CHECKPOINTS = ("v1", "v2", "xl", "inpainting", "playground", "instruct-pix2pix", "upscale")
-"""Prefixes of diffusers' model types for single files that contain a U-Net. diffusers falls back to one of them for
-unknown files."""
 ANSWERS_ZEROS = "answers_zeros"
 """Config entry of a T5 with zero output, which exists because diffusers loads no folder without a T5."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-KEY = "model.init_args.pretrained_model_name_or_path"
 
 
 def check_source(
@@ -76,7 +72,7 @@ def find_family(
         return _family_of_folder(path, families, name_or_path, hint, takes_distilled)
     try:
         if path.is_file():
-            family = FAMILIES[family_of_checkpoint(path)]
+            family = family_of_checkpoint(path)
         else:
             config = diffusers.DiffusionPipeline.load_config(name_or_path, revision=revision)
             family = _family_of_class(str(config["_class_name"]), name_or_path)
@@ -149,7 +145,7 @@ def _load(
 ) -> Components:
     if path.is_file():
         check_channels(family, name_or_path, *channels_of_checkpoint(path))
-        pipeline = _load_single_file(path, family, dtypes)
+        pipeline = load_single_file(path, family, dtypes)
     else:
         known = (*family.folders, *family.optional_folders)
         left_out = () if only is None else EXCLUDED_FOLDERS[only]
@@ -292,35 +288,6 @@ def check_not_distilled(family: Family, name: str, *configs: Mapping[str, Any], 
         )
 
 
-def family_of_checkpoint(path: Path) -> str:
-    """The name of a single-file checkpoint's family, from its keys. Raises: ModelError for one that holds no U-Net."""
-    from diffusers.loaders.single_file_utils import infer_diffusers_model_type, load_single_file_checkpoint
-
-    weights = load_single_file_checkpoint(str(path))
-    if any("lora_" in name or "lokr_" in name for name in weights):
-        raise ModelError(
-            f"{KEY}: {path} is a LoRA, which has no base model in it; give its base, and to train the LoRA on, set"
-            f" model.init_args.lora_from: {path}"
-        )
-    kind = infer_diffusers_model_type(weights)
-    if not kind.startswith(U_NET_CHECKPOINTS):
-        raise ModelError(
-            f"{KEY}: {path} is a checkpoint of {kind}; single files are read of Stable Diffusion 1.x, 2.x and SDXL"
-            " alone, so give the pipeline's folder or hub id, and for another transformer set denoiser_file to the file"
-        )
-    return "sdxl" if kind.startswith("xl") else "sd"
-
-
-def _load_single_file(path: Path, family: Family, dtypes: Mapping[str, torch.dtype]) -> Any:
-    is_xl = family.name == "sdxl"
-    pipeline_class = diffusers.StableDiffusionXLPipeline if is_xl else diffusers.StableDiffusionPipeline
-    pipeline = pipeline_class.from_single_file(str(path), dtype=dtypes["unet"])
-    pipeline.vae.to(dtype=dtypes["vae"])
-    scheduler = pipeline.scheduler
-    pipeline.register_modules(scheduler=scheduler.from_config(scheduler.config, **of_single_file(path)))
-    return pipeline
-
-
 def _explain(error: Exception, name: str, path: Path) -> str:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if path.is_dir():
@@ -329,6 +296,11 @@ def _explain(error: Exception, name: str, path: Path) -> str:
         return (
             f"{KEY}: {name} is a single file, whose configs come from the hub, and they could not be read; give the"
             " model's diffusers folder, or load the file once with the hub, so that its cache has them"
+        )
+    if path.is_file() and "shape" in first_line:
+        return (
+            f"{KEY}: {name} is a single file with weights of other sizes than the published models have"
+            f" ({first_line.split('. ')[0]}); give the model's diffusers folder, which has its configs"
         )
     if path.is_file():
         return f"{KEY}: {name} does not load as a single-file checkpoint: {first_line}"

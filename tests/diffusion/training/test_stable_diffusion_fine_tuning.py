@@ -182,14 +182,14 @@ def test_what_is_trained_starts_from_every_pretrained_bit(
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_cannot_be_a_base_offline_is_one_sentence(sd: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_a_base_is_one_sentence(sd: str, tmp_path: Path) -> None:
     module = StableDiffusionFineTuning(sd, trained_parts=["unet"], output_name="mine", **QUICK)
     fit(module, tmp_path)
     lora = StableDiffusionLoRA(sd, rank=2)
     lora.configure_model()
     lora.save_lora(tmp_path / "lora.safetensors")
     for file, words in (
-        ("mine", "configs come from the hub.*give the model's diffusers folder"),
+        ("mine", "weights of other sizes than the published.*give the model's diffusers folder"),
         ("lora", "is a LoRA"),
     ):
         with pytest.raises(ModelError, match=words):
