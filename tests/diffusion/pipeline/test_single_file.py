@@ -116,7 +116,7 @@ def test_a_controlnet_trains_on_a_single_file(tiny_file: str, tmp_path: Path) ->
 
 def test_a_type_whose_configs_are_not_here_needs_the_hub(tiny_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_file, "CONFIGS", {})
-    with pytest.raises(ModelError, match="configs come from the hub, and .*give the model's diffusers folder"):
+    with pytest.raises(ModelError, match=r"configs come from the hub, and .*give the model's diffusers folder"):
         load_components(tiny_file)
 
 
