@@ -38,6 +38,11 @@ class SamplesEdits(Protocol):
         ...
 
     @property
+    def base_pipeline(self) -> str:
+        """diffusers' class that draws with this model from text."""
+        ...
+
+    @property
     def edit_pipeline(self) -> str | None:
         """diffusers' class that edits with this model; None where there is none."""
         ...

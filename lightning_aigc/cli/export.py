@@ -38,10 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kohya: for ComfyUI, A1111 and diffusers, with DoRA and LoKr for ComfyUI alone; diffusers: for diffusers;"
         " hub: a folder with files, images, scores and a model card",
     )
-    target.add_argument("--merge_into", metavar="PIPELINE_DIR", help="a diffusers pipeline folder, or embedded:sd")
+    target.add_argument(
+        "--merge_into", metavar="PIPELINE", help="a diffusers pipeline folder, a single-file checkpoint, or embedded:sd"
+    )
     parser.add_argument("--base_model", help="whose LoRA it is, such as flux or sdxl, where the file does not tell")
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, help="file to write, or folder with --merge_into and --to hub"
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        help="file to write; with --to hub a folder; with --merge_into a folder, or NAME.safetensors for a single file",
     )
     parser.add_argument("--strength", type=float, default=1.0, help="share of the LoRA to merge (default: 1.0)")
     hub = parser.add_argument_group("--to hub")

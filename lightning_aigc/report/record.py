@@ -172,6 +172,8 @@ class LoRAFile:
     """Whether ComfyUI and A1111 can read it."""
     edits: bool = False
     """Whether it was trained on edits of source images."""
+    base_pipeline: str | None = None
+    """diffusers' class that draws with the base; None where it is not known."""
     edit_pipeline: str | None = None
     """diffusers' class that edits with the base; None where there is none."""
     lokr_of: str | None = None

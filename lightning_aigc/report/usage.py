@@ -53,7 +53,8 @@ def diffusers_snippet(lora: LoRAFile, prompt: str) -> str:
         embedded = "from lightning_aigc.embedded import resolve\n"
         loads = f"resolve({quoted(base)})"
     loader = "from_single_file" if base.endswith((".safetensors", ".ckpt")) else "from_pretrained"
-    pipeline = "DiffusionPipeline" if loader == "from_pretrained" else "StableDiffusionPipeline"
+    of_file = lora.base_pipeline or "StableDiffusionPipeline"
+    pipeline = "DiffusionPipeline" if loader == "from_pretrained" else of_file
     given, more = repr(prompt), ""
     if lora.edits and lora.edit_pipeline is not None:
         pipeline, more = lora.edit_pipeline, "from diffusers.utils import load_image\n"

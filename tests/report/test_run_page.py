@@ -115,6 +115,8 @@ def test_the_snippet_is_python_with_the_runs_own_names() -> None:
     single = diffusers_snippet(LoRAFile("zorp.safetensors", None, "sd15.safetensors"), "a mug")
     compile(single, "snippet", "exec")
     assert 'from_single_file("sd15.safetensors")' in single
+    of_xl = LoRAFile("zorp.safetensors", None, "my_xl.safetensors", base_pipeline="StableDiffusionXLPipeline")
+    assert 'StableDiffusionXLPipeline.from_single_file("my_xl.safetensors")' in diffusers_snippet(of_xl, "a mug")
     edit = LoRAFile("runs/x/edit.safetensors", None, "kontext/", edits=True, edit_pipeline="FluxKontextPipeline")
     snippet = diffusers_snippet(edit, "make it red")
     compile(snippet, "snippet", "exec")

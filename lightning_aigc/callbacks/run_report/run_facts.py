@@ -79,6 +79,7 @@ def result_file(trainer: Trainer, pl_module: LightningModule) -> LoRAFile | None
         str(word) if word else None,
         str(base) if base else None,
         edits=edits,
+        base_pipeline=pl_module.base_pipeline if isinstance(pl_module, SamplesEdits) else None,
         edit_pipeline=pl_module.edit_pipeline if edits and isinstance(pl_module, SamplesEdits) else None,
         lokr_of=_denoiser_name(pl_module) if pl_module.hparams.get("lora_type") == "lokr" else None,
     )

@@ -187,7 +187,7 @@ def _usage(contents: Contents, files: Sequence[str], images: Sequence[tuple[str,
             return [said, f"```bash\n{edit_command(Path(CONFIG_FILE), prompt)}\n```"]
         if contents.lokr_of == UNET and file == files[0]:
             said = "diffusers does not load a LoKr of these factors on convolutions; merge it into the base model:"
-            command = f"lightning export {file} --merge_into PIPELINE_DIR -o FOLDER"
+            command = f"lightning export {file} --merge_into PIPELINE -o FOLDER"
             return [said, f"```bash\n{command}\n```", *_other_programs(files)]
         lora = LoRAFile(
             f"{repository}/{file}", word, base, edits=edits, edit_pipeline=pipeline, lokr_of=contents.lokr_of

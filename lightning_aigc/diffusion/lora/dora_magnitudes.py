@@ -44,7 +44,7 @@ def comfyui_magnitude(layer: LoRALayer) -> Tensor:
     if layer.comfyui_magnitude is None:
         raise ModelError(
             f"got a DoRA on {layer.module} without ComfyUI's magnitudes, which need the base model's weights; "
-            "merge it: lightning export LORA --merge_into PIPELINE_DIR --output FOLDER"
+            "merge it: lightning export LORA --merge_into PIPELINE --output FOLDER"
         )
     return layer.comfyui_magnitude
 

@@ -223,7 +223,7 @@ def _write_layers(
                 f"{path} holds DoRA in the kohya layout, for ComfyUI alone: diffusers ignores its magnitudes, and "
                 "A1111 takes them over inputs, which wrecks the model. For diffusers run "
                 f"`lightning export {path} --to diffusers --output FILE`, for A1111 "
-                f"`lightning export {path} --merge_into PIPELINE_DIR --output FOLDER`",
+                f"`lightning export {path} --merge_into PIPELINE --output FOLDER`",
                 stacklevel=3,
             )
     else:

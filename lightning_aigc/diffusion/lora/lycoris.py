@@ -206,9 +206,7 @@ def to_state(
     """
     state: dict[str, Tensor] = {}
     if layout == "diffusers" and (reason := unread_by_diffusers(layers)):
-        raise ModelError(
-            f"got {reason}; write it with --to kohya for ComfyUI, or merge it with --merge_into PIPELINE_DIR"
-        )
+        raise ModelError(f"got {reason}; write it with --to kohya for ComfyUI, or merge it with --merge_into PIPELINE")
     for layer in layers:
         name = f"{layer.component}.{layer.module}"
         if layer.component == UNET and layout == "kohya":

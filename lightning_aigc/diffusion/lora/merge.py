@@ -1,11 +1,11 @@
-"""Merge a LoRA into the weights of a diffusers pipeline folder."""
+"""Merge a LoRA into the weights of a diffusers pipeline folder or a single-file checkpoint."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,78 +14,118 @@ import torch
 from torch import Tensor
 
 from lightning_aigc.atomic_file import require_writable
-from lightning_aigc.diffusion.families import TRANSFORMERS
+from lightning_aigc.diffusion.families import TRANSFORMERS, Components
 from lightning_aigc.diffusion.lora import base_model as lora_base_model
 from lightning_aigc.diffusion.lora import file as lora_file
 from lightning_aigc.diffusion.lora import layouts as lora_layouts
 from lightning_aigc.diffusion.lora.layers import LoRALayer
 from lightning_aigc.diffusion.lora.lycoris import FactorLayer
 from lightning_aigc.diffusion.lora.metadata import serialize, write_atomically
-from lightning_aigc.diffusion.pipeline.loading import quiet_local_loading
+from lightning_aigc.diffusion.pipeline.loading import PIPELINES, quiet_local_loading
 from lightning_aigc.diffusion.pipeline.saved_schedule import merged_scheduler
-from lightning_aigc.diffusion.pipeline.saving import DTYPES, load_in_float32
+from lightning_aigc.diffusion.pipeline.saving import DTYPES, load_in_float32, save_single_file
+from lightning_aigc.diffusion.pipeline.single_file import family_of_checkpoint, load_single_file
+from lightning_aigc.diffusion.pipeline.single_file_names import UNET, VAE
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
+
+SINGLE_FILE = ".safetensors"
+"""Ending of an output that is a single-file checkpoint."""
 
 
 def merge_into_pipeline(
     lora_path: str | Path,
-    pipeline_dir: str | Path,
-    output_dir: str | Path,
+    pipeline: str | Path,
+    output: str | Path,
     strength: float = 1.0,
     base_model: str | None = None,
 ) -> Path:
-    """Write the pipeline with the LoRA added to its weights into `output_dir`; returns `output_dir`.
+    """Write the pipeline with the LoRA added to its weights; returns `output`.
 
+    pipeline: a diffusers pipeline folder, or a single-file checkpoint of Stable Diffusion or SDXL.
+    output: a new or empty folder; for a U-Net's pipeline also the name of a new `.safetensors` file, the single-file
+        checkpoint that ComfyUI and A1111 read.
     strength: 0 is the base model, 1 the LoRA as trained; for DoRA too, values between interpolate the weights.
     base_model: whose LoRA it is, where the file does not tell.
-    The folder is written atomically. Each component keeps the precision of its file in `pipeline_dir`, and
+    The output is written atomically. Each component keeps the precision of its file in `pipeline`, and
     `from_pretrained` without a dtype loads all of them in float32, so that they fit together.
     Raises: ModelError if a folder is wrong or not empty, or the LoRA has layers that the pipeline lacks.
     """
-    from diffusers import DiffusionPipeline
-
-    pipeline_dir, output_dir = resolve(str(pipeline_dir)), Path(output_dir)
+    source, output = resolve(str(pipeline)), Path(output)
     lora_base_model.check_base_model(base_model)
     lora = lora_file.read_lora(lora_path)
-    if not (pipeline_dir / "model_index.json").is_file():
-        raise ModelError(f"got {pipeline_dir}; wanted a diffusers pipeline folder with model_index.json")
-    if base_model is None and lora_base_model.named_base_model(lora.metadata) is None:
-        base_model = _family_of(pipeline_dir)
+    if not (source.is_file() or (source / "model_index.json").is_file()):
+        raise ModelError(
+            f"got {source}; wanted a diffusers pipeline folder with model_index.json, or a single-file checkpoint"
+        )
+    if base_model is None and lora_base_model.named_base_model(lora.metadata) is None and source.is_dir():
+        base_model = _family_of(source)
     layers = lora.factor_layers(base_model) if lora.has_factors else lora.layers(base_model)
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ModelError(f"got output {output_dir}, which already exists; name a new or empty folder")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ModelError(f"got output {output}, which already exists; name a new or empty folder, or a new file")
     try:
-        require_writable(output_dir)
+        require_writable(output)
     except OSError as error:
-        raise ModelError(f"cannot write {output_dir}: {error.strerror or error}; choose another folder") from error
-    try:
-        absent = _absent_parts(pipeline_dir)
-        with quiet_local_loading(True):
-            pipeline = DiffusionPipeline.from_pretrained(
-                pipeline_dir, local_files_only=True, dtype=torch.float32, **absent
-            )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"cannot load the pipeline in {pipeline_dir}: {error}") from error
-    _check_fit(lora_path, layers, pipeline)
-    _fuse(pipeline, layers, strength)
-    pipeline.register_modules(scheduler=merged_scheduler(lora.metadata, pipeline))
-    for name, component in pipeline.components.items():
+        raise ModelError(f"cannot write {output}: {error.strerror or error}; choose another folder") from error
+    merged = _load(source)
+    if output.suffix == SINGLE_FILE and not hasattr(merged, "unet"):
+        raise ModelError(f"got output {output}; a single file holds a U-Net's pipeline, so name a folder")
+    _check_fit(lora_path, layers, merged)
+    _fuse(merged, layers, strength)
+    merged.register_modules(scheduler=merged_scheduler(lora.metadata, merged))
+    for name, component in merged.components.items():
         if isinstance(component, torch.nn.Module):
-            component.to(_stored_dtype(pipeline_dir / name))
+            component.to(_stored_dtype(source, name))
     try:
-        output_dir.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as temporary:
-            unfinished = Path(temporary) / "pipeline"
-            with quiet_local_loading(True):
-                pipeline.save_pretrained(unfinished)
-            load_in_float32(unfinished)
-            if output_dir.exists():
-                output_dir.rmdir()
-            shutil.move(unfinished, output_dir)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.suffix == SINGLE_FILE:
+            if output.is_dir():
+                output.rmdir()
+            save_single_file(output, _components(merged, source), merged.components, None)
+        else:
+            _write_folder(merged, output)
     except (OSError, safetensors.SafetensorError) as error:
-        raise ModelError(f"cannot write {output_dir}: {error}; free some space or choose another folder") from error
-    return output_dir
+        raise ModelError(f"cannot write {output}: {error}; free some space or choose another folder") from error
+    return output
+
+
+def _load(source: Path) -> Any:
+    """The pipeline in float32. Raises: ModelError"""
+    from diffusers import DiffusionPipeline
+
+    try:
+        with quiet_local_loading(True):
+            if source.is_file():
+                dtypes = dict.fromkeys(("unet", "vae"), torch.float32)
+                return load_single_file(source, family_of_checkpoint(source), dtypes)
+            absent = _absent_parts(source)
+            return DiffusionPipeline.from_pretrained(source, local_files_only=True, dtype=torch.float32, **absent)
+    except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
+        raise ModelError(f"cannot load the pipeline in {source}: {error}") from error
+
+
+def _write_folder(pipeline: Any, output: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+        unfinished = Path(temporary) / "pipeline"
+        with quiet_local_loading(True):
+            pipeline.save_pretrained(unfinished)
+        load_in_float32(unfinished)
+        if output.exists():
+            output.rmdir()
+        shutil.move(unfinished, output)
+
+
+def _components(pipeline: Any, source: Path) -> Components:
+    encoders = (getattr(pipeline, name, None) for name in ("text_encoder", "text_encoder_2"))
+    return Components(
+        family=PIPELINES[type(pipeline).__name__],
+        denoiser=pipeline.unet,
+        vae=pipeline.vae,
+        text_encoders=tuple(encoder for encoder in encoders if encoder is not None),
+        tokenizers=(),
+        scheduler_config=pipeline.scheduler.config,
+        source=str(source),
+    )
 
 
 def _absent_parts(pipeline_dir: Path) -> dict[str, None]:
@@ -152,15 +192,26 @@ def _fits(layer: LoRALayer | FactorLayer, wanted: tuple[int, ...], shape: torch.
     return layer.fits(shape) if isinstance(layer, FactorLayer) else tuple(shape) == wanted
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
+PREFIXES = {"unet": (UNET,), "vae": (VAE,)}
+"""Names of a component's tensors in a single file; others belong to text encoders."""
+TEXT_ENCODERS = ("cond_stage_model.", "conditioner.embedders.")
+
+
+def _stored_dtype(source: Path, component: str) -> torch.dtype:
     """The narrowest dtype that holds all floating-point tensors of a component's files; float32 without any."""
     found: torch.dtype | None = None
-    for path in folder.glob("*.safetensors"):
-        if "." in path.stem:  # model.fp16.safetensors, a variant that was not loaded
-            continue
+    prefixes = PREFIXES.get(component, TEXT_ENCODERS) if source.is_file() else ("",)
+    for path in _weights_of(source, component):
         with safetensors.safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
-                dtype = DTYPES.get(file.get_slice(key).get_dtype())
+                dtype = DTYPES.get(file.get_slice(key).get_dtype()) if key.startswith(prefixes) else None
                 if dtype is not None:
                     found = dtype if found is None else torch.promote_types(found, dtype)
     return found or torch.float32
+
+
+def _weights_of(source: Path, component: str) -> Iterable[Path]:
+    if source.is_file():
+        return [source] if source.suffix == SINGLE_FILE else []
+    files = (source / component).glob(f"*{SINGLE_FILE}")
+    return (path for path in files if "." not in path.stem)  # else a variant that was not loaded: model.fp16

@@ -6,22 +6,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_aigc.diffusion.families import FAMILIES
+from lightning_aigc.diffusion.pipeline.single_file import configs_of
 from lightning_aigc.embedded import resolve
 
 
 def count_tokens(source: str, revision: str | None, captions: Sequence[str]) -> tuple[list[int], int] | None:
     """Each caption's tokens by the tokenizer whose encoder keeps the most, and how many that is.
 
-    None for a single file, and for a hub id that is not on this machine.
+    None for a single file of another type than `single_file.CONFIGS` has, and for a hub id that is not on this machine.
     """
     path = resolve(source)
-    if path.is_file():
+    if not path.is_file():
+        return _count(str(path) if path.is_dir() else source, revision, captions)
+    try:
+        with configs_of(path) as folder:
+            return None if folder is None else _count(str(folder), None, captions)
+    except Exception:  # a file that is no checkpoint; loading the model says what is wrong
         return None
+
+
+def _count(name: str, revision: str | None, captions: Sequence[str]) -> tuple[list[int], int] | None:
     from diffusers import DiffusionPipeline
     from transformers import AutoTokenizer
 
     where: dict[str, Any] = {"revision": revision, "local_files_only": True}
-    name = str(path) if path.is_dir() else source
     try:
         config = DiffusionPipeline.load_config(name, **where)
         family = next(family for family in FAMILIES.values() if family.pipeline == config["_class_name"])

@@ -129,7 +129,24 @@ def type_of_checkpoint(path: Path) -> str:
 
 def family_of_checkpoint(path: Path) -> Family:
     """The family of a single-file checkpoint. Raises: ModelError for one that holds no U-Net."""
-    return FAMILIES["sdxl" if type_of_checkpoint(path).startswith("xl") else "sd"]
+    return FAMILIES[family_name(type_of_checkpoint(path))]
+
+
+@contextlib.contextmanager
+def configs_of(path: Path) -> Iterator[Path | None]:
+    """A temporary pipeline folder without weights for a single file; None for a type that `CONFIGS` has not."""
+    kind = type_of_checkpoint(path)
+    if kind not in CONFIGS:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_configs(kind, FAMILIES[family_name(kind)], Path(folder))
+        yield Path(folder)
+
+
+def family_name(kind: str) -> str:
+    """The name of the family of diffusers' type of a U-Net's checkpoint."""
+    return "sdxl" if kind.startswith("xl") else "sd"
 
 
 def load_single_file(path: Path, family: Family, dtypes: Mapping[str, torch.dtype]) -> Any:
@@ -137,12 +154,8 @@ def load_single_file(path: Path, family: Family, dtypes: Mapping[str, torch.dtyp
 
     The configs of other types than `CONFIGS` has, such as Playground's, come from the hub.
     """
-    with contextlib.ExitStack() as stack:
-        kind, options = type_of_checkpoint(path), {}
-        if kind in CONFIGS:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            write_configs(kind, family, Path(folder))
-            options = {"config": folder, "local_files_only": True}
+    with configs_of(path) as folder:
+        options = {} if folder is None else {"config": str(folder), "local_files_only": True}
         pipeline = getattr(diffusers, family.pipeline).from_single_file(str(path), dtype=dtypes["unet"], **options)
     pipeline.vae.to(dtype=dtypes["vae"])
     scheduler = pipeline.scheduler

@@ -353,6 +353,8 @@ class DiffusionTraining(LightningModule):
         return text
 
     def _family(self) -> Family:
+        if self.components is not None:
+            return self.components.family
         settings, method = self.settings, self.method
         source, takes = settings.pretrained_model_name_or_path, method.takes_distilled
         return find_family(source, method.families, settings.revision, method.hint, takes_distilled=takes)
@@ -564,6 +566,11 @@ class DiffusionTraining(LightningModule):
     def has_own_sources(self) -> bool:
         """protocols.SamplesEdits: whether samples start from `validation_sources`."""
         return bool(self.settings.validation_sources)
+
+    @property
+    def base_pipeline(self) -> str:
+        """protocols.SamplesEdits: diffusers' class that draws with this family from text."""
+        return self._family().pipeline
 
     @property
     def edit_pipeline(self) -> str | None:

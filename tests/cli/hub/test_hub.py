@@ -204,7 +204,7 @@ def test_the_card_of_a_lokr_with_whole_convolutions_merges_it_because_diffusers_
     assert not (tmp_path / "hub" / "mug.diffusers.safetensors").exists()
     _, text = card_of(tmp_path / "hub")
     assert "load_lora_adapter" not in text
-    merge = re.search(r"lightning (export mug.safetensors --merge_into) PIPELINE_DIR -o FOLDER", text)[1]  # type: ignore[index]
+    merge = re.search(r"lightning (export mug.safetensors --merge_into) PIPELINE -o FOLDER", text)[1]  # type: ignore[index]
     verb, file, option = merge.split()
     assert command(verb, tmp_path / "hub" / file, option, tmp_path / "base", "-o", tmp_path / "merged").code == 0
     said = command(verb, tmp_path / "hub" / file, "--to", "diffusers", "-o", tmp_path / "x.safetensors")

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.families import SHORT, full_name
-from lightning_aigc.diffusion.pipeline.loading import KEY, load_components
+from lightning_aigc.diffusion.pipeline.loading import load_components
+from lightning_aigc.diffusion.pipeline.single_file import KEY
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError, UserError
 

@@ -10,12 +10,17 @@ import diffusers
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fakes.runs.seeded_fits import fit, same
 from lightning_aigc.diffusion import DiffusionControlNet, DiffusionFineTuning, DiffusionLoRA
 from lightning_aigc.diffusion.families import FAMILIES, Components, Family
+from lightning_aigc.diffusion.lora.file import save_lora
+from lightning_aigc.diffusion.lora.merge import _stored_dtype, merge_into_pipeline
 from lightning_aigc.diffusion.pipeline import single_file
+from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
 from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.diffusion.pipeline.saving import save_single_file
 from lightning_aigc.errors import ModelError
@@ -112,6 +117,46 @@ def test_a_controlnet_trains_on_a_single_file(tiny_file: str, tmp_path: Path) ->
     module = DiffusionControlNet(tiny_file, **QUICK)
     module.configure_model()
     assert module.loaded().source == tiny_file
+
+
+def test_captions_are_counted_by_the_files_own_tokenizer(sd: str, tiny_file: str) -> None:
+    captions = ["a red cup", "cup " * 200]
+    counted = count_tokens(tiny_file, None, captions)
+    assert counted is not None and counted == count_tokens(sd, None, captions) and counted[0][1] > counted[1]
+    assert count_tokens(__file__, None, captions) is None
+
+
+def test_a_lora_is_merged_into_and_out_of_single_files(sd: str, tiny_file: str, tmp_path: Path) -> None:
+    base = load_components(sd).denoiser
+    base.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    lora = save_lora(tmp_path / "lora.safetensors", unet=base)
+    outputs = [
+        merge_into_pipeline(lora, source, tmp_path / f"{place}{ending}", 0.5)
+        for place, source in enumerate((sd, tiny_file))
+        for ending in ("", ".safetensors")
+    ]
+    first, *others = ({n: dict(m.state_dict()) for n, m in networks(path).items()} for path in outputs)
+    assert all(same(other[name], first[name]) for other in others for name in first)
+    assert not same(first["unet"], dict(networks(Path(sd))["unet"].state_dict()))
+    with pytest.raises(ModelError, match=r"1.safetensors, which already exists; name a new .*file"):
+        merge_into_pipeline(lora, sd, outputs[-1])
+
+
+def networks(source: Path) -> dict[str, nn.Module]:
+    read = load_components(str(source))
+    return {"unet": read.denoiser, "vae": read.vae, "text_encoder": read.text_encoders[0]}
+
+
+def test_a_merge_keeps_the_precision_of_each_component_of_a_single_file(sd: str, tmp_path: Path) -> None:
+    """With the published sizes' names; their configs are not read."""
+    path = tmp_path / "file.safetensors"
+    tensors = {
+        "model.diffusion_model.a": torch.zeros(1, dtype=torch.float16), "first_stage_model.a": torch.zeros(1),
+        "cond_stage_model.transformer.a": torch.zeros(1, dtype=torch.bfloat16), "model_ema.a": torch.zeros(1),
+    }  # fmt: skip
+    save_file(tensors, path)
+    dtypes = [_stored_dtype(path, name) for name in ("unet", "vae", "text_encoder")]
+    assert dtypes == [torch.float16, torch.float32, torch.bfloat16]
 
 
 def test_a_type_whose_configs_are_not_here_needs_the_hub(tiny_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
