@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fakes.runs.seeded_fits import fit, same
@@ -77,10 +77,15 @@ def test_the_tokenizers_are_clips(kind: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny_file(sd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The tiny pipeline as a single file, which is read with the tiny configs."""
+    """The tiny pipeline as a single file, which is read with the tiny configs; with tensors that old files have."""
     path = tmp_path / "tiny.safetensors"
     components = load_components(sd)
     save_single_file(path, components, {"unet": components.denoiser}, torch.float32)
+    old = {
+        "alphas_cumprod": torch.ones(1000), "model_ema.decay": torch.ones(()), "model_ema.num_updates": torch.tensor(7),
+        "cond_stage_model.transformer.text_model.embeddings.position_ids": torch.arange(77)[None],
+    }  # fmt: skip
+    save_file(load_file(path) | old, path)
 
     def write_tiny_configs(kind: str, family: Family, folder: Path) -> None:
         assert kind == "v1" and family.name == "sd"
