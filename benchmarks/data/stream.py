@@ -72,9 +72,9 @@ def write(folder: Path, entries: int, is_large: bool = False) -> None:
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
         digest = hashlib.sha256(stream.getbuffer()).hexdigest()[:16]
-        name = f"16x16-{shard:06d}.{count}.{digest}.tar"
+        name = f"16x16-{shard:06d}.{digest}.{count}.{digest}.tar"
         (folder / name).write_bytes(stream.getbuffer())
-        shards.append(Shard(name, 16, 16, shard, count, digest))
+        shards.append(Shard(name, 16, 16, shard, digest, count, digest))
     empty = torch.zeros((77, 768) if is_large else (2, 4))
     (folder / COMMON).write_bytes(safetensors.torch.save({"prompt_embeds": empty}))
     write_text(folder / FILE, Manifest(shards).to_json())

@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
     if args.entries_per_shard < 1 or args.batch_size < 1:
         raise ConfigError("--entries_per_shard and --batch_size must be at least 1")
     rank, world_size = rank_of_launcher()
-    import torch
 
     from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
     from lightning_aigc.data import ImageCaptionData
@@ -43,9 +42,13 @@ def run(args: argparse.Namespace) -> int:
     from lightning_aigc.data.encoded_stream.encode import EncodeOptions, encode_shards, finish, samples_of, write_common
     from lightning_aigc.data.encoded_stream.encoded_image_data import facts_of
     from lightning_aigc.data.index.filenames import print_anywhere
-    from lightning_aigc.devices import dtype_named
+    from lightning_aigc.devices import device_named, dtype_named
+    from lightning_aigc.diffusion import DiffusionControlNet
     from lightning_aigc.diffusion.pipeline.image_sizes import check_image_sizes
 
+    device = device_named(args.device or _best_device(rank))
+    if args.output.exists() and not args.output.is_dir():
+        raise ConfigError(f"-o {args.output} is a file; name a folder for the shards")
     warnings.filterwarnings("ignore", ".*args parameter is intended to run from within Python.*")
     cli = AIGCCLI(args=["-c", str(args.config), "--trainer.logger=false"], run=False)
     data, model = cli.datamodule, require_encoder(cli.model)
@@ -56,11 +59,15 @@ def run(args: argparse.Namespace) -> int:
             "the data has source images of edits, which encoded shards do not hold; train from the images, with"
             " data.init_args.cache_latents: true"
         )
-    device = args.device or _best_device(rank)
+    if isinstance(cli.model, DiffusionControlNet):
+        raise ConfigError(
+            "a ControlNet makes or reads a condition for each image, which encoded shards do not hold; train from the"
+            " images, with data.init_args.cache_latents: true"
+        )
     cli.model._trainer = cli.trainer  # the precision decides the dtype that the encoders are loaded in
     cli.model.configure_model()
     cli.model._trainer = None
-    cli.model.to(torch.device(device))
+    cli.model.to(device)
     check_image_sizes(cli.model.loaded(), data)
     index = data.index()
     if rank == 0:
@@ -75,15 +82,21 @@ def run(args: argparse.Namespace) -> int:
         use_alpha_mask=data.options.use_alpha_mask,
         latents_dtype=dtype_named(args.dtype),
     )
-    written, there = encode_shards(model, samples, options, rank, world_size)
-    print(f"rank {rank} of {world_size}: {written} shards written, {there} were there")
-    if rank == 0:
-        write_common(model, data.reference_images(64), args.output)
-        manifest = finish(model, samples, options, facts_of(data), args.wait_s if world_size > 1 else 0.0)
-        print(
-            f"{manifest.count} entries in {len(manifest.shards)} shards; train with data: EncodedImageData, shards_dir:"
-            f" {args.output}"
-        )
+    try:
+        written, there = encode_shards(model, samples, options, rank, world_size)
+        print(f"rank {rank} of {world_size}: {written} shards written, {there} were there")
+        if rank == 0:
+            write_common(model, data.reference_images(64), args.output)
+            manifest = finish(model, samples, options, facts_of(data), args.wait_s if world_size > 1 else 0.0)
+            print(
+                f"{manifest.count} entries in {len(manifest.shards)} shards; train with data: EncodedImageData,"
+                f" shards_dir: {args.output}"
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write shards into {args.output}: {error.strerror or error}; free some space, or name another"
+            " folder with -o, and run the command again: it continues where it was"
+        ) from error
     return 0
 
 

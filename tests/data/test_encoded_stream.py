@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
+from PIL import Image
 
 from fakes.models.encoder import FakeEncoder, UnequalTexts
 from fakes.models.pipelines import make_pipeline
@@ -214,6 +217,39 @@ def test_any_number_of_ranks_writes_the_same_files_and_a_second_run_nothing(
     assert {p.name for p in alone.glob("*.tar")} == names
 
 
+def test_what_has_changed_is_encoded_again_and_nothing_else(
+    source: ImageCaptionData, make: Callable[..., ImageCaptionData], folder: Path, tmp_path: Path
+) -> None:
+    chosen = options(tmp_path)
+    encode(source, tmp_path)
+
+    def again(encoder: FakeEncoder, data: ImageCaptionData, **changes: Any) -> tuple[int, int]:
+        return encode_shards(encoder, samples_of(data.index()), dataclasses.replace(chosen, **changes))
+
+    assert again(FakeEncoder(), source) == (0, 6)
+    (folder / "0.txt").write_text("another caption")
+    changed = make(cache_latents=True, train_batch_size=3)
+    assert again(FakeEncoder(), changed) == (1, 5), "a caption"
+    assert again(FakeEncoder(vae="vae-2"), changed) == (6, 0), "weights"
+    assert again(FakeEncoder(vae="vae-2"), changed, latents_dtype=torch.float16) == (6, 0), "dtype"
+    assert again(FakeEncoder(vae="vae-2"), changed, latents_dtype=torch.float16, flips=True) == (6, 0), "mirrored"
+    options_ = dataclasses.replace(chosen, latents_dtype=torch.float16, flips=True)
+    manifest = finish(FakeEncoder(vae="vae-2"), samples_of(changed.index()), options_, {}, 0)
+    assert len(list(chosen.folder.glob("*.tar"))) == len(manifest.shards) == 6
+
+
+def test_another_mask_is_encoded_again(
+    make: Callable[..., ImageCaptionData], tools: SimpleNamespace, folder: Path, tmp_path: Path
+) -> None:
+    tools.save(folder / "a.png", tools.picture(64, 64), "a cup")
+    masks = tmp_path / "masks"
+    for level, counts in ((255, (1, 0)), (255, (0, 1)), (7, (1, 0))):
+        tools.save(masks / "a.png", Image.new("L", (64, 64), level))
+        samples = samples_of(make(mask_dir=str(masks)).index())
+        assert samples[0].mask is not None
+        assert encode_shards(FakeEncoder(), samples, options(tmp_path, has_masks=True)) == counts
+
+
 class Model(LightningModule):
     """Sums what it is given into one weight."""
 
@@ -305,9 +341,9 @@ def test_a_bad_shard_is_named_and_stops_or_is_skipped(
     before = by_name(stream(folder, tmp_path).loader())
     bad = sorted(Path(folder).glob("64x64*.tar"))[1]
     harm(bad)
-    with pytest.raises(DataError, match=f"the shard .*{bad.name} cannot be used: {what}; copy it again"):
+    with pytest.raises(DataError, match=f"the shard [^:]*{bad.name} cannot be used: {what}; copy it again"):
         by_name(stream(folder, tmp_path).loader())
-    with pytest.warns(UserWarning, match=f"skipped: the shard .*{bad.name} cannot be used: {what}$"):
+    with pytest.warns(UserWarning, match=f"skipped: the shard [^:]*{bad.name} cannot be used: {what}$"):
         loaded = [batch["names"] for batch in stream(folder, tmp_path, on_bad_shard="skip").loader()]
     assert len(list(itertools.chain(*loaded))) == PICTURES  # as many steps, other images instead of its four
     assert len(set(itertools.chain(*loaded))) == PICTURES - 4 and set(itertools.chain(*loaded)) < before.keys()
@@ -386,6 +422,16 @@ def test_the_command_encodes_and_a_config_trains_on_the_shards(
             main(command)
         assert end.value.code == 0
         assert said in capsys.readouterr().out
+    (tmp_path / "file").touch()
+    for changes, said in (
+        (["--device", "nothing"], "--device nothing is no device"),
+        (["-o", str(tmp_path / "file")], "is a file; name a folder for the shards"),
+        (["-o", "/proc/none/shards"], "cannot write shards into /proc/none/shards: .*; free some space, or name"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([*command, *changes])
+        assert end.value.code == 1
+        assert re.search(said, capsys.readouterr().err)
     streamed = {
         "class_path": "EncodedImageData",
         "init_args": {"shards_dir": str(tmp_path / "shards"), "num_workers": 0},
@@ -395,6 +441,10 @@ def test_the_command_encodes_and_a_config_trains_on_the_shards(
         main(["fit", "-c", str(config)])
     assert end.value.code == 0
     assert (tmp_path / "run" / "lora.safetensors").is_file()
+    with pytest.raises(SystemExit) as end:
+        main(["validate", "-c", str(config)])
+    assert end.value.code == 1
+    assert "set data.init_args.validation_shards_dir" in capsys.readouterr().err
     config.write_text(yaml.safe_dump({"model": model, "trainer": trainer, "data": streamed}))
     with pytest.raises(SystemExit) as end:
         main(command)

@@ -1,11 +1,13 @@
 """encode_shards: write images' latents and captions' embeddings as shards, each rank its own, resumable.
 
-Which entry goes into which shard follows from the images alone, so any number of ranks writes the same files, a file
-that is there is not made again, and no rank waits for another but the one that writes the index.
+Which entry goes into which shard follows from the images alone, so any number of ranks writes the same files, and no
+rank waits for another but the one that writes the index. A file's name says what it was made of: one that is there is
+not made again, unless an image, a caption, the model or an option has changed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -26,7 +28,7 @@ from lightning_aigc.atomic_file import atomic_file, write_text
 from lightning_aigc.data.cache.cache import require_finite
 from lightning_aigc.data.cache.encoded import to_minus_one_to_one, without_padding
 from lightning_aigc.data.cache.encoder import Encoder, autoencoder_remedy
-from lightning_aigc.data.encoded_stream.manifest import COMMON, FILE, REFERENCES, Manifest, Shard
+from lightning_aigc.data.encoded_stream.manifest import COMMON, FILE, FORMAT, REFERENCES, Manifest, Shard
 from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.data.index.index import TrainingIndex
 from lightning_aigc.errors import DataError
@@ -56,6 +58,7 @@ class PlannedShard:
     height: int
     number: int
     samples: Sequence[Sample]
+    made_of: str
 
     @property
     def name(self) -> str:
@@ -63,8 +66,8 @@ class PlannedShard:
         return f"{self.width}x{self.height}-{self.number:06d}"
 
     def among(self, written: Written) -> Shard | None:
-        """Its file, if an earlier run wrote it with as many entries."""
-        return next((shard for shard in written.get(self.name, ()) if shard.count == len(self.samples)), None)
+        """Its file, if an earlier run wrote it of the same images, captions, weights and options."""
+        return next((shard for shard in written.get(self.name, ()) if shard.made_of == self.made_of), None)
 
 
 Written = dict[str, list[Shard]]
@@ -88,17 +91,44 @@ def samples_of(index: TrainingIndex) -> list[Sample]:
     return [index.samples[row] for bucket in index.buckets for row in bucket]
 
 
-def plan_shards(samples: Sequence[Sample], entries_per_shard: int) -> list[PlannedShard]:
+def plan_shards(encoder: Encoder, samples: Sequence[Sample], options: EncodeOptions) -> list[PlannedShard]:
     """Cut the images of each bucket into shards, mixed in an order that their content decides."""
+    size, shared = options.entries_per_shard, _shared_inputs(encoder, options)
     by_bucket: dict[tuple[int, int], list[Sample]] = {}
     for sample in samples:
         by_bucket.setdefault((sample.placement.width, sample.placement.height), []).append(sample)
     planned = []
     for (width, height), found in sorted(by_bucket.items()):
         found.sort(key=lambda sample: (sample.content_sha256, sample.name))
-        for number, start in enumerate(range(0, len(found), entries_per_shard)):
-            planned.append(PlannedShard(width, height, number, found[start : start + entries_per_shard]))
+        for number, start in enumerate(range(0, len(found), size)):
+            some = found[start : start + size]
+            planned.append(PlannedShard(width, height, number, some, _made_of(some, shared)))
     return planned
+
+
+def _shared_inputs(encoder: Encoder, options: EncodeOptions) -> list[Any]:
+    """All that decides the bytes of every entry."""
+    flags = [options.flips, options.has_masks, options.use_alpha_mask, str(options.latents_dtype)]
+    return [FORMAT, encoder.encoder_identity(), flags]
+
+
+def _made_of(samples: Sequence[Sample], shared: list[Any]) -> str:
+    """A digest of all that decides a shard's bytes."""
+    own = [
+        [s.content_sha256, s.name, s.caption, s.original_size, dataclasses.astuple(s.placement), _mask_sha256(s)]
+        for s in samples
+    ]
+    return hashlib.sha256(json.dumps([shared, own], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _mask_sha256(sample: Sample) -> str | None:
+    if sample.mask is None:
+        return None
+    try:
+        with sample.mask.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"the mask {sample.mask} cannot be read: {error.strerror or error}; restore it") from error
 
 
 def encode_shards(
@@ -113,14 +143,14 @@ def encode_shards(
     Raises: DataError for an image that cannot be read, or latents that are not finite.
     """
     options.folder.mkdir(parents=True, exist_ok=True)
-    mine = plan_shards(samples, options.entries_per_shard)[rank::world_size]
+    mine = plan_shards(encoder, samples, options)[rank::world_size]
     written = written_in(options.folder)
     todo = [shard for shard in mine if shard.among(written) is None]
     entries = sum(len(shard.samples) for shard in todo)
     with tqdm(total=entries, desc=f"rank {rank}: encoding", unit="img", disable=rank != 0) as bar, torch.no_grad():
         for shard in todo:
             for stale in written.get(shard.name, ()):
-                (options.folder / stale.file).unlink()  # of other images
+                (options.folder / stale.file).unlink()  # of other images, weights or options
             _write_shard(shard, encoder, options, bar.update)
     return len(todo), len(mine) - len(todo)
 
@@ -140,7 +170,7 @@ def finish(
     encoder: Encoder, samples: Sequence[Sample], options: EncodeOptions, facts: dict[str, Any], wait_s: float
 ) -> Manifest:
     """Wait until all ranks' shards are there, and write the index. Raises: DataError naming a shard that is missing."""
-    planned = plan_shards(samples, options.entries_per_shard)
+    planned = plan_shards(encoder, samples, options)
     until = time.monotonic() + wait_s
     while True:
         written = written_in(options.folder)
@@ -174,7 +204,7 @@ def _write_shard(shard: PlannedShard, encoder: Encoder, options: EncodeOptions, 
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
                     done(1)
-        temporary.replace(options.folder / f"{shard.name}.{len(shard.samples)}.{hashed.digest}.tar")
+        temporary.replace(options.folder / f"{shard.name}.{shard.made_of}.{len(shard.samples)}.{hashed.digest}.tar")
     finally:
         temporary.unlink(missing_ok=True)
 

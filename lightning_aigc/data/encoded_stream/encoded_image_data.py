@@ -122,9 +122,17 @@ class EncodedImageData(LightningDataModule):
         return lambda caption: None
 
     def val_dataloader(self) -> Any:
-        """This rank's share of `validation_shards_dir`, in order; nothing without one."""
+        """This rank's share of `validation_shards_dir`, in order; nothing where fit has none.
+
+        Raises: DataError without one, if that is all that was asked for.
+        """
         folder, trainer = self.validation_shards_dir, self.trainer
         if folder is None:
+            if trainer is not None and trainer.state.fn in ("validate", "test"):
+                raise DataError(
+                    "no shards are held out, so there is nothing to validate on; set"
+                    " data.init_args.validation_shards_dir to a folder that `lightning encode` wrote"
+                )
             return []
         if trainer is not None:
             self._check_encoder(trainer.lightning_module, folder)

@@ -14,19 +14,24 @@ from lightning_aigc.errors import DataError
 
 FILE, FORMAT = "index.json", 1
 COMMON, REFERENCES = "common.safetensors", "references.safetensors"
-NAME = re.compile(r"(?P<width>\d+)x(?P<height>\d+)-(?P<number>\d{6})\.(?P<count>\d+)\.(?P<digest>[0-9a-f]{16})\.tar")
+NAME = re.compile(
+    r"(?P<width>\d+)x(?P<height>\d+)-(?P<number>\d{6})\.(?P<made_of>[0-9a-f]{16})\.(?P<count>\d+)\.(?P<digest>[0-9a-f]{16})\.tar"
+)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A tar file of entries of one bucket; its name says its number, entries and the head of its sha256."""
+    """A tar file of entries of one bucket; its name says its number, what it was made of, its entries and its bytes."""
 
     file: str
     width: int
     height: int
     number: int
+    made_of: str
+    """Head of the sha256 of the images, captions, weights and options that it was made of."""
     count: int
     digest: str
+    """Head of the sha256 of its bytes."""
 
     @classmethod
     def from_name(cls, file: str) -> Shard | None:
@@ -35,7 +40,7 @@ class Shard:
         if found is None:
             return None
         width, height, number, count = (int(found[key]) for key in ("width", "height", "number", "count"))
-        return cls(file, width, height, number, count, found["digest"])
+        return cls(file, width, height, number, found["made_of"], count, found["digest"])
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ class ShardReader:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 with tarfile.open(fileobj=file) as tar:
                     members = tar.getmembers()
+        except ShardError:
+            raise
         except FileNotFoundError as error:
             raise ShardError(self._sentence(shard, "it is missing")) from error
         except (OSError, ValueError, tarfile.TarError) as error:
@@ -142,6 +144,8 @@ class ShardReader:
             with fsspec.open(address, "rb", **self.storage_options) as source, atomic_file(path, durable=False) as file:
                 while chunk := source.read(CHUNK):
                     file.write(chunk)
+        except ShardError:
+            raise
         except FileNotFoundError as error:
             raise ShardError(self._sentence(shard, "it is missing")) from error
         except Exception as error:  # each file system raises its own

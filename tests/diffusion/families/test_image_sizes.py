@@ -128,7 +128,7 @@ def test_held_out_images_are_looked_at_too(verb: str, sd3_of_8_pixels: str, tmp_
 def test_the_sizes_of_encoded_shards_are_looked_at(role: str, sd3_of_8_pixels: str, tmp_path: Path) -> None:
     folders = {"shards_dir": tmp_path / "even", "validation_shards_dir": tmp_path / "even"} | {role: tmp_path / "odd"}
     for name, width in (("even", 128), ("odd", 136)):
-        shard = Shard.from_name(f"{width}x128-000000.1.{'0' * 16}.tar")
+        shard = Shard.from_name(f"{width}x128-000000.{'0' * 16}.1.{'0' * 16}.tar")
         assert shard is not None
         (tmp_path / name).mkdir()
         (tmp_path / name / FILE).write_text(Manifest([shard]).to_json())
