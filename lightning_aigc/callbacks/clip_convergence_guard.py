@@ -143,7 +143,7 @@ class CLIPConvergenceGuard(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict.get("asked", self._asked()) != self._asked():
+        if self._prompts and state_dict.get("asked", self._asked()) != self._asked():  # without prompts it is no fit
             rank_zero_warn("CLIPConvergenceGuard begins anew: other images were asked for until here")
             return
         self.checks = [Check(int(step), dict(named)) for step, named in state_dict["checks"]]

@@ -200,6 +200,14 @@ def test_a_guard_that_is_asked_for_other_pictures_begins_anew(tmp_path: Path) ->
     assert other.checks == []
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_guard_that_only_validates_says_nothing(tmp_path: Path) -> None:
+    first, other = guard(), guard()
+    first._prompts, first.checks, first.best_step = PROMPTS, [Check(0, {"clip_t": [0.1] * 4})], 0
+    other.load_state_dict(first.state_dict())  # without the setup of a fit
+    assert other.checks == first.checks
+
+
 def test_a_score_that_is_not_finite_never_becomes_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([[0.4, 0.4], [0.5, 0.5], [torch.nan, 0.9]])
     monkeypatch.setattr(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import yaml
 from PIL import Image
 
-from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion import DiffusionControlNet, StableDiffusionLoRA
 from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.errors import ModelError
 
@@ -62,6 +63,21 @@ def test_validate_test_and_predict_use_the_runs_snapshot(command: Command, quick
     predicted = np.asarray(Image.open(tmp_path / "run" / "predict.png"))
     last = np.asarray(Image.open(tmp_path / "run" / "samples" / "step_000002.png"))
     assert np.array_equal(predicted, last), "the same weights, prompts and seeds"
+
+
+def test_predict_of_a_controlnet_takes_the_conditions_of_the_data(
+    command: Command, quick: Path, tmp_path: Path
+) -> None:
+    config = yaml.safe_load(quick.read_text())
+    kept = {k: v for k, v in config["model"]["init_args"].items() if k in signature(DiffusionControlNet).parameters}
+    config["model"] = {"class_path": "DiffusionControlNet", "init_args": kept}
+    quick.write_text(yaml.safe_dump(config))
+    assert command("fit", "-c", quick).code == 0
+    said = command("predict", "-c", quick)
+    assert said.code == 0, said.err
+    predicted = np.asarray(Image.open(tmp_path / "run" / "predict.png"))
+    last = np.asarray(Image.open(tmp_path / "run" / "samples" / "step_000002.png"))
+    assert np.array_equal(predicted, last), "the same weights, prompts, seeds and conditions"
 
 
 def test_validate_without_held_out_pictures_says_what_to_set(command: Command, quick: Path) -> None:

@@ -242,7 +242,7 @@ class DiffusionTraining(LightningModule):
     def configure_optimizers(self) -> Any:
         settings = self.settings
         optimizer = self.method.make_optimizer(self.build_optimizer, self.parameter_groups(), self._trainer)
-        optimization.warn_of_rate(optimizer)
+        optimization.check_rates(optimizer)
         optimization.step_by_one_kernel_(optimizer)
         steps = optimization.steps_to_train(self.trainer) if self._trainer is not None else math.inf
         schedule = optimization.build_schedule(optimizer, self.build_lr_scheduler, settings.lr_warmup_steps, steps)

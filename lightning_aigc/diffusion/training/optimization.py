@@ -161,11 +161,21 @@ def _is_on_fused_device(weight: Tensor) -> bool:
     return is_plain and weight.device.type in FUSED_DEVICES and weight.is_floating_point()
 
 
-def warn_of_rate(optimizer: Optimizer) -> None:
-    """Warn, before the first step, of a rate for an optimizer that finds its own and takes it as a factor."""
+def check_rates(optimizer: Optimizer) -> None:
+    """Check, before the first step, the rates of an optimizer that finds its own and takes them as a factor.
+
+    Warns of a small one. Raises: ModelError for two, which the optimizer refuses in its step.
+    """
     name = type(optimizer).__name__
     rates = [float(group["lr"]) for group in optimizer.param_groups if group["lr"] is not None]
-    if name.startswith(FINDS_ITS_RATE) and rates and min(rates) < 0.1:
+    if not name.startswith(FINDS_ITS_RATE) or not rates:
+        return
+    if len(set(rates)) > 1:
+        raise ModelError(
+            f"{name} takes one rate for all weights, and got {' and '.join(f'{rate:g}' for rate in rates)}; set"
+            f" model.init_args.text_encoder_lr: {rates[0]!r}, as learning_rate"
+        )
+    if min(rates) < 0.1:
         warnings.warn(
             f"{name} finds its rate itself and multiplies it by model.init_args.learning_rate, which is {min(rates):g},"
             " so that it hardly learns; set learning_rate: 1.0",

@@ -125,6 +125,13 @@ def test_prodigys_rate_is_a_factor_and_a_small_one_is_said_before_the_first_step
     assert any("Prodigy finds its rate itself" in str(each.message) for each in said) == warns
 
 
+def test_an_optimizer_that_takes_one_rate_is_refused_two_before_the_first_step(sd: str) -> None:
+    module = make_module(sd, learning_rate=1.0, text_encoder_lr=0.5, train_text_encoder=True, optimizer=Prodigy)
+    module.configure_model()
+    with pytest.raises(ModelError, match=r"takes one rate .* got 1 and 0.5; set model.init_args.text_encoder_lr: 1.0"):
+        module.configure_optimizers()
+
+
 def make_scheduled(sd: str, schedule: str, steps: int) -> StableDiffusionLoRA:
     if schedule != "deepspeed":
         return make_module(sd, max_train_steps=steps, lr_scheduler=schedule)
