@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     control.add_argument("--is_condition", action="store_true", help="they are conditions already: edges, not photos")
     control.add_argument("--controlnet", default=None, help="a ControlNet's folder; default: the run's own")
     parser.add_argument(
-        "--resolution", type=int, default=None, help="with --source and --condition; default: the run's"
+        "--resolution", type=int, default=None, help="pixels of an image's longer side; default: the run's"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=None, help="default: the run's validation seeds")
     parser.add_argument("--num_inference_steps", type=int, default=None, help="default: the run's")
@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
+    from lightning_aigc.diffusion.pipeline.image_sizes import check_sample_size
     from lightning_aigc.diffusion.samplers.lora import LoRASampler
 
     print(f"drawing with {lora or settings.pipeline or 'the base model alone'}")
@@ -107,12 +108,15 @@ def run(args: argparse.Namespace) -> int:
     if sampler.components.family.needs_sources:
         family = sampler.components.family.title
         raise ConfigError(f"{family} edits images; give those to start from: --source before.png")
+    check_sample_size(sampler.components, args.resolution, "--resolution")
     steps, scale = args.num_inference_steps, args.guidance_scale
     titles = settings.titles(lora, weights)
     columns = []
     for weight, title in zip(weights, titles, strict=True):
         pairs = [(prompt, seed) for prompt in prompts for seed in seeds]
-        columns.append(sampler.sample(pairs, weight, args.negative_prompt, steps, scale, title))
+        columns.append(
+            sampler.sample(pairs, weight, args.negative_prompt, steps, scale, title, resolution=args.resolution)
+        )
     pictures = torch.stack(columns, 1).flatten(0, 1)  # all weights of a prompt and seed side by side
     captions = [f"{name}, seed {seed}\n{prompt}" for prompt in prompts for seed in seeds for name in titles]
     facts = {"prompts": prompts, "seeds": seeds, "weights": weights, "lora": str(lora or settings.pipeline or NO_LORA)}

@@ -91,8 +91,10 @@ class Job:
             raise ConfigError(f"a step must take time, got forward {self.forward_s} s and backward {self.backward_s} s")
         if not 0 <= self.sparsity < 1:
             raise ConfigError(f"sparsity must be in [0, 1), got {self.sparsity}")
-        if self.fixed_s < 0 or not 0 <= self.spread < 1:
-            raise ConfigError(f"fixed_s must be 0 or more and spread in [0, 1), got {self.fixed_s} and {self.spread}")
+        if self.fixed_s < 0:
+            raise ConfigError(f"fixed_s must be 0 or more, got {self.fixed_s}")
+        if not 0 <= self.spread < 1:
+            raise ConfigError(f"spread must be at least 0 and below 1, got {self.spread}")
         if not 0 <= self.overlap_share <= 1:
             raise ConfigError(f"overlap_share must be in [0, 1], got {self.overlap_share}")
         if self.local_steps < 1:

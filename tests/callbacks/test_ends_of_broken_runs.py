@@ -59,7 +59,7 @@ def test_no_callback_hides_the_error_that_ended_the_run(
     assert any("lora_step_000003.safetensors" in one for one in after) == isinstance(error, KeyboardInterrupt)
 
 
-def test_weights_are_saved_where_no_page_can_be_written(tmp_path: Path) -> None:
+def test_weights_are_saved_where_no_page_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("health.html", "fine_tune.json", "report.html"):
         (tmp_path / "run" / name).mkdir(parents=True)
     (tmp_path / "run" / "guard").write_text("where a folder should be", encoding="utf-8")
@@ -71,6 +71,7 @@ def test_weights_are_saved_where_no_page_can_be_written(tmp_path: Path) -> None:
     said = [str(one.message) for one in warned if "continues without it" in str(one.message)]
     for writer in ("GradientHealthMonitor", "FineTuneCheck", "RunReport", "CLIPConvergenceGuard"):
         assert any(one.startswith(f"{writer} cannot write") for one in said), writer
+    assert "peak memory  " in (printed := capsys.readouterr().out) and "report  " not in printed
     assert all((tmp_path / "run" / name).is_file() for name in ("lora.safetensors", "report.json", "summary.json"))
 
 

@@ -115,6 +115,11 @@ def test_a_file_system_without_locks_is_used_and_said(tmp_path: Path, monkeypatc
     assert_whole(store, 1)
 
 
+def test_facts_for_a_snapshot_that_was_not_written_say_so(store: SnapshotWriter) -> None:
+    with pytest.raises(SnapshotError, match="the snapshot of step 7 was not written, so nothing says that this run"):
+        store.amend(7, {"is_finished": True})
+
+
 def test_no_host_memory_is_said_and_the_next_save_goes_on(
     store: SnapshotWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_the_list_has_each_row_with_its_source(command: Command) -> None:
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--warm_up", "0"], "--warm_up must be at least 1, got 0"),
         (["--device", "npu"], "--device npu is no"),
+        (["--device", "cpu", "--devices", "9999"], "--devices 9999 is more than the "),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(command: Command, arguments: list[str], words: str) -> None:

@@ -113,6 +113,12 @@ def test_sample_draws_what_the_run_drew(command: Command, quick: Path, tmp_path:
     drawn = np.asarray(Image.open(grid))
     top = slice(8, 8 + 160)  # the image, without what is written under it
     assert np.abs(own[top, top].astype(int) - drawn[top, top].astype(int)).max() <= 3
+    assert command("sample", "-c", config, "--seeds", 0, "-o", grid, "--resolution", 64).code == 0
+    assert Image.open(grid).width < drawn.shape[1]
+    odd = command("sample", "-c", config, "-o", grid, "--resolution", 100)
+    assert odd.code == 1 and odd.errors == [
+        "error: --resolution must be a multiple of 8 pixels for SD 1.5, got 100; use 96"
+    ]
     base = LoRASampler(given, "32-true", "cpu", None).sample([("a zorp cup", 0)])
     with_lora = LoRASampler(given, "32-true", "cpu", tmp_path / "run" / "zorp.safetensors")
     full, half, none = (with_lora.sample([("a zorp cup", 0)], weight) for weight in (1.0, 0.5, 0.0))

@@ -200,7 +200,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "shape": (replaced("0.png", (64, 80)), "64 x 80 and its image 0.png 80 x 64: another shape.*source_fit: own"),
     "small": (replaced("2.png", (60, 60)), "2.png is 60 x 60 pixels, a side must have at least 64"),
     "long": (replaced("2.png", (1024, 64)), "2.png is 1024 x 64 pixels, with one side more than 8 times the other"),
-    "equal": (equal, "4 of 4 sources in .* are equal to their target"),
+    "equal": (equal, "4 of 4 images in .* are equal to their source"),
     "no folder": (lambda t, s: {"source_data_dir": str(s) + "x"}, "source_data_dir .*sourcesx does not exist"),
     "class": (lambda t, s: {"class_data_dir": str(t), "class_prompt": "x"}, "class images have no source images"),
     "resolution": (lambda t, s: {"source_resolution": 64}, "source_fit: own"),

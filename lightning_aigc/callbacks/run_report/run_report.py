@@ -41,6 +41,7 @@ from lightning_aigc.report.paired_scores import Check
 from lightning_aigc.report.record import RECORD_FILE, SUMMARY_FILE, RunRecord
 from lightning_aigc.report.run_page import render_run_page
 from lightning_aigc.report.summary import summary_of, summary_table
+from lightning_aigc.report.units import UNKNOWN
 
 REPORT_FILE = "report.html"
 RENEWED_EVERY_S = 20.0
@@ -227,11 +228,13 @@ class RunReport(Callback):
         with warns_if_unwritten("RunReport", root / RECORD_FILE):
             record.write(root)
         texts = {REPORT_FILE: render_run_page(record), SUMMARY_FILE: json.dumps(self.summary, indent=2) + "\n"}
+        written = []
         for name, text in texts.items():
             with warns_if_unwritten("RunReport", root / name):
                 write_text(root / name, text)
+                written.append(name)
         log_results(trainer, self.summary)
-        print("\n" + summary_table(record, str(root / REPORT_FILE)))
+        print("\n" + summary_table(record, str(root / REPORT_FILE) if REPORT_FILE in written else UNKNOWN))
 
     def final_files(self, trainer: Trainer, pl_module: LightningModule) -> list[Path]:
         """The files that a finished run must have, for ExactSnapshot."""

@@ -158,6 +158,11 @@ class SnapshotWriter:
         folder = self.directory / name_of(step)
         try:
             amend_facts(folder, _checked(facts))
+        except FileNotFoundError as error:
+            raise SnapshotError(
+                f"the snapshot of step {step} was not written, so nothing says that this run has finished; with more"
+                " space on the disk, --resume trains its last steps again"
+            ) from error
         except OSError as error:
             raise SnapshotError(f"the manifest in {folder} cannot be amended: {_reason(error)}") from error
 

@@ -46,10 +46,10 @@ class Machine:
         Raises: ConfigError for more cards than there are.
         """
         kind = device_named(device).type
-        here = {"npu": npu_count, "cuda": torch.cuda.device_count}.get(kind, lambda: None)()
-        if here is not None and cards is not None and cards > here:
+        here = {"npu": npu_count, "cuda": torch.cuda.device_count}.get(kind, lambda: os.cpu_count() or 1)()
+        if cards is not None and cards > here:
             raise ConfigError(f"--devices {cards} is more than the {here} {kind} of this machine; pass at most {here}")
-        return cls(kind, cards or min(here or 1, MOST_CARDS), small or kind == "cpu")
+        return cls(kind, cards or (1 if kind == "cpu" else min(here, MOST_CARDS)), small or kind == "cpu")
 
     @property
     def name(self) -> str:

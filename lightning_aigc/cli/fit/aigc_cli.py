@@ -232,10 +232,10 @@ class AIGCCLI(LightningCLI):
                 self._attach_data(given.pop("datamodule", None))  # the module brings the prompts
         return given
 
-    def _attach_data(self, data: LightningDataModule | None) -> None:
+    def _attach_data(self, given: LightningDataModule | None) -> None:
         """Give the Trainer data that have no loader for this verb: samples take sources or conditions from them."""
-        if data is not None:
-            data.trainer, self.trainer.datamodule = self.trainer, data  # type: ignore[attr-defined]
+        if given is not None:
+            given.trainer, self.trainer.datamodule = self.trainer, given  # type: ignore[attr-defined]
 
     def _may_replace(self) -> bool:
         """Whether this command may write into the folder of an earlier run: it continues one, replaces it or is dry."""

@@ -68,6 +68,8 @@ _CALLABLE = re.compile(
     r"^Type typing\.Callable.*? expects a function or a callable class: (?P<reason>.*?)"
     r"(?:\. Got value: Namespace\(class_path='(?P<cls>[^']+)'.*)?$"
 )
+_CALLABLE_KEY = re.compile(r'^Type typing\.Callable.*? callable class: Parser key "(?P<key>[^"]+)":$')
+_NAMESPACE = ". Got value: Namespace("
 _WRONG_TYPE = re.compile(r"^Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*))?$")
 _PYTHON_ERROR = re.compile(r"unsupported operand|not supported between|NoneType|object is not|has no attribute")
 _OTHER_KIND = " is a class of another kind than the one wanted here"
@@ -184,6 +186,9 @@ def _leaves(message: str, parser: argparse.ArgumentParser) -> Iterable[Leaf]:
         if found := _CLASS.match(body):
             stack.append((indent, "init_args", found["cls"]))
             continue
+        if found := _CALLABLE_KEY.match(body):  # of an optimizer or a schedule; the next line has the reason
+            stack += [(indent, "init_args", None), (indent, found["key"], None)]
+            continue
         if found := _KEY.match(body):
             stack.append((indent, found["key"], None))
             body = found["rest"].strip()
@@ -213,7 +218,7 @@ def _describe(body: str, path: tuple[str, ...], class_path: str | None, parser: 
         return Leaf(1, path, class_path, f"there is no class {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
     if found := _NO_SUBCLASS.match(body):
         return Leaf(1, path, class_path, f"{found['name'].rpartition('.')[2]}{_OTHER_KIND}")
-    if found := _WRONG_TYPE.match(body):
+    if found := _WRONG_TYPE.match(body.partition(_NAMESPACE)[0]):
         wanted = _type_name(found["type"])
         rank = 3 if wanted == "null" else 2
         return Leaf(rank, path, class_path, f"{wanted}\0{found['value'] or ''}")
@@ -317,7 +322,7 @@ def known_classes() -> dict[str, type]:
 def _type_name(text: str) -> str:
     plain = text.removeprefix("<class '").removesuffix("'>")
     plain = plain.replace("typing.Literal", "one of ").replace("collections.abc.", "").replace("typing.", "")
-    if plain.startswith(("Sequence", "List", "list")):
+    if plain.startswith(("Sequence", "List", "list", "tuple")):
         return "a list"
     words = {"NoneType": "null", "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
     return words.get(plain, plain)

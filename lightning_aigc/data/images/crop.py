@@ -67,11 +67,15 @@ def load_pixels(
     try:
         picture, alpha = load_picture(sample.path, shrink_to=(placement.scaled_width, placement.scaled_height))
     except (Exception, PictureRejectedError) as error:
-        raise DataError(f"{sample.path} was readable when training began and is not any more: {error}") from error
+        raise DataError(_gone(sample.path, error)) from error
     pixels = np.asarray(_cut(picture, placement, left_top))
     if sample.mask is None and use_alpha_mask and alpha is not None and not sample.is_prior:
         return pixels, np.asarray(_cut(alpha, placement, left_top))
     return pixels, load_mask_pixels(sample, left_top)
+
+
+def _gone(path: Path, error: Exception) -> str:
+    return f"{path} was readable when training began and is not any more ({error}); put it back, and resume the run"
 
 
 def load_mask_pixels(sample: Sample, left_top: tuple[int, int]) -> NDArray[np.uint8] | None:
@@ -109,7 +113,7 @@ def load_source_pixels(sample: Sample, number: int, left_top: tuple[int, int]) -
     try:
         picture, _ = load_picture(source.path, shrink_to=(placement.scaled_width, placement.scaled_height))
     except (Exception, PictureRejectedError) as error:
-        raise DataError(f"{source.path} was readable when training began and is not any more: {error}") from error
+        raise DataError(_gone(source.path, error)) from error
     return np.asarray(_cut(picture, placement, left_top))
 
 

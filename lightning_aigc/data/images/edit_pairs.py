@@ -132,7 +132,7 @@ def _inspect(folder: CheckedFolder, settings: IndexSettings) -> Iterator[Finding
         yield Finding(f"{len(problems)} sources of {folder.shown} cannot be used", advice, problems, stops=True)
     if equal:
         is_all = len(equal) == len(folder.used)
-        said = f"{len(equal)} of {len(folder.used)} sources in {folder.shown} are equal to their target"
+        said = f"{len(equal)} of {len(folder.used)} images in {folder.shown} are equal to their source"
         advice = "nothing changes, so there is nothing to learn: give the image before the edit as its source"
         if not is_all:
             advice = "they teach to change nothing, which keeps what should stay; leave them out if that is not meant"

@@ -221,9 +221,9 @@ def _write_layers(
         if any(layer.magnitude is not None for layer in layers):
             warnings.warn(
                 f"{path} holds DoRA in the kohya layout, for ComfyUI alone: diffusers ignores its magnitudes, and "
-                "A1111 takes them over inputs, which wrecks the model. For diffusers run "
-                f"`lightning export {path} --to diffusers --output FILE`, for A1111 "
-                f"`lightning export {path} --merge_into PIPELINE --output FOLDER`",
+                "A1111 takes them over inputs, which wrecks the model. For diffusers take the run's "
+                f"{path.stem}.diffusers.safetensors or `lightning export {path} --to diffusers --output FILE`, for "
+                f"A1111 `lightning export {path} --merge_into PIPELINE --output FOLDER`",
                 stacklevel=3,
             )
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -9,6 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 from lightning_aigc.diffusion.families import FAMILIES, Components, Family
 from lightning_aigc.diffusion.families.transformer_family import NO_SOURCES
 from lightning_aigc.errors import ModelError
+
+PIPELINE_STEP = 8
+"""Pixels that diffusers' pipelines want both sides to be multiples of, whatever the model reads."""
 
 
 def check_sources(family: Family, name: str, count: int) -> None:
@@ -39,6 +43,18 @@ class HasImageSizes(Protocol):
     def size_remedy(self, step: int) -> str:
         """Return what to set so that all sides are multiples of `step`, for an error message."""
         ...
+
+
+def check_sample_size(components: Components, side: int | None, key: str) -> None:
+    """Raise ModelError for a side of samples in pixels that the pipeline does not draw; None is the pipeline's own."""
+    if side is None:
+        return
+    family, pixels = components.family, components.family.pixels_per_latent(components.vae)
+    step = math.lcm(PIPELINE_STEP, family.size_step(components.denoiser, components.vae))
+    if side < step or side % step:
+        near = max(step, round(side / step) * step)
+        raise ModelError(f"{key} must be a multiple of {step} pixels for {family.title}, got {side}; use {near}")
+    family.check_size(components.denoiser, components.vae, side // pixels, side // pixels)
 
 
 def check_image_sizes(components: Components, data: object) -> None:

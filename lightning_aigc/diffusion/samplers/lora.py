@@ -75,12 +75,14 @@ class LoRASampler:
         guidance_scale: float | None = None,
         label: str | None = None,
         sources: Sequence[Sequence[Image]] | None = None,
+        resolution: int | None = None,
     ) -> Tensor:
         """One image for each prompt and seed, float32 [N, 3, H, W] in 0..1; unset settings are the run's.
 
         Args:
             label: Text of a progress bar; unset shows none.
             sources: For a family that edits, the images that each image starts from; its size is that of the first.
+            resolution: Pixels per side.
         """
         if self.has_lora:
             self._pipeline.set_adapters(ADAPTER, weight)
@@ -97,7 +99,7 @@ class LoRASampler:
             time_limit=TimeLimit(math.inf) if label is None else SamplingBar(label),
             negative_prompt=negative_prompt,
             edit=None if sources is None else Edit(sources, [images[0].size for images in sources]),
-            resolution=given.get("sample_resolution"),
+            resolution=resolution or given.get("sample_resolution"),
         )
 
 

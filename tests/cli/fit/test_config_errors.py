@@ -72,6 +72,10 @@ ON_THE_LINE = {
     "a wrong choice": ("--model.init_args.loss_type=hubber", "model.init_args.loss_type"),
     "a wrong precision": ("--trainer.precision=bf16-mixd", "did you mean bf16-mixed?"),
     "rank zero": ("--model.init_args.rank=0", "model.init_args.rank must be at least 1, got 0"),
+    "a side that no pipeline draws": (
+        "--model.init_args.sample_resolution=100",
+        "model.init_args.sample_resolution must be a multiple of 8 pixels for SD 1.5, got 100; use 96",
+    ),
     "a wrong schedule": ("--model.init_args.lr_scheduler=cosin", "lr_scheduler must be one of"),
     "no such folder": ("--data.init_args.train_data_dir=/no/such", "data.init_args.train_data_dir"),
     "no such embedded set": ("--data.init_args.train_data_dir=embedded:bran", "brand"),
@@ -109,6 +113,10 @@ IN_YAML = {
     "a wrong key of the optimizer": (
         "model: {init_args: {optimizer: {class_path: torch.optim.AdamW, init_args: {lrr: 1}}}}",
         "AdamW has no key 'lrr'; did you mean lr?",
+    ),
+    "text for an optimizer's list": (
+        "model: {init_args: {optimizer: {class_path: torch.optim.AdamW, init_args: {betas: 0.9;0.95}}}}",
+        "model.init_args.optimizer.init_args.betas: wanted a list, got 0.9;0.95",
     ),
     "a missing key of the schedule": (
         "model: {init_args: {lr_scheduler: {class_path: torch.optim.lr_scheduler.StepLR}}}",
