@@ -144,8 +144,6 @@ class ShardReader:
             with fsspec.open(address, "rb", **self.storage_options) as source, atomic_file(path, durable=False) as file:
                 while chunk := source.read(CHUNK):
                     file.write(chunk)
-        except ShardError:
-            raise
         except FileNotFoundError as error:
             raise ShardError(self._sentence(shard, "it is missing")) from error
         except Exception as error:  # each file system raises its own

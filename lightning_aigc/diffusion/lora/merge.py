@@ -68,8 +68,9 @@ def merge_into_pipeline(
     except OSError as error:
         raise ModelError(f"cannot write {output}: {error.strerror or error}; choose another folder") from error
     merged = _load(source)
-    if output.suffix == SINGLE_FILE and not hasattr(merged, "unet"):
-        raise ModelError(f"got output {output}; a single file holds a U-Net's pipeline, so name a folder")
+    family = PIPELINES.get(type(merged).__name__)
+    if output.suffix == SINGLE_FILE and (family is None or family.is_flow):
+        raise ModelError(f"got output {output}; a single file holds Stable Diffusion or SDXL, so name a folder")
     _check_fit(lora_path, layers, merged)
     _fuse(merged, layers, strength)
     merged.register_modules(scheduler=merged_scheduler(lora.metadata, merged))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,15 @@ def test_a_lora_is_merged_into_and_out_of_single_files(sd: str, tiny_file: str, 
     assert not same(first["unet"], dict(networks(Path(sd))["unet"].state_dict()))
     with pytest.raises(ModelError, match=r"1.safetensors, which already exists; name a new .*file"):
         merge_into_pipeline(lora, sd, outputs[-1])
+
+
+def test_a_transformer_is_not_merged_into_a_single_file(transformers: Callable[[str], str], tmp_path: Path) -> None:
+    folder = transformers("sd3")
+    denoiser = load_components(folder).denoiser
+    denoiser.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    lora = save_lora(tmp_path / "lora.safetensors", transformer=denoiser, layout="diffusers")
+    with pytest.raises(ModelError, match="a single file holds Stable Diffusion or SDXL, so name a folder"):
+        merge_into_pipeline(lora, folder, tmp_path / "merged.safetensors")
 
 
 def networks(source: Path) -> dict[str, nn.Module]:
