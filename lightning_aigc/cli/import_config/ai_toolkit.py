@@ -25,6 +25,7 @@ from lightning_aigc.errors import ConfigError
 
 NAME = "ai-toolkit"
 BOTH_KINDS = ["attention", "feed_forward"]
+ONE_RATE = Unneeded("ai-toolkit trains all parts at train.lr")
 RULES: dict[str, Rule] = {
     "trigger_word": Take("data.trigger_word"),
     "device": Unneeded("trainer.accelerator and trainer.devices choose it"),
@@ -34,9 +35,10 @@ RULES: dict[str, Rule] = {
     "network.dropout": Take("model.lora_dropout", float),
     "network.transformer_only": Unneeded("train_text_encoder says it"),
     "network.network_kwargs.*": Missing("lora_targets chooses layers by their kind"),
-    "network.pretrained_lora_path": Missing("a training begins at a new LoRA; --resume continues one"),
+    "network.pretrained_lora_path": Missing("all weights are trained"),
     "network.lokr_full_rank": Unneeded("belongs to LoKr"),
     "network.lokr_factor": Unneeded("belongs to LoKr"),
+    "network.old_lokr_format": Unneeded("belongs to LoKr"),
     "network.*": Missing("lora_targets chooses layers by their kind"),
     "save.save_every": Take("model.checkpointing_steps", as_int),
     "save.max_step_saves_to_keep": Take("model.checkpoints_total_limit", as_int),
@@ -49,8 +51,8 @@ RULES: dict[str, Rule] = {
     "train.gradient_accumulation": Take("trainer.accumulate_grad_batches", as_int),
     "train.max_grad_norm": Take("trainer.gradient_clip_val", float),
     "train.lr": Take("model.learning_rate", float),
-    "train.unet_lr": Take("model.learning_rate", float),
-    "train.text_encoder_lr": Take("model.text_encoder_lr", float),
+    "train.unet_lr": ONE_RATE,
+    "train.text_encoder_lr": ONE_RATE,
     "train.train_unet": Unneeded("the denoiser is trained always"),
     "train.train_text_encoder": Take("model.train_text_encoder", as_bool),
     "train.noise_scheduler": Unneeded("the objective is the base model's own"),
@@ -77,6 +79,13 @@ RULES: dict[str, Rule] = {
     "train.linear_timesteps2": Missing("timestep_sampling has uniform, logit_normal and mode"),
     "train.content_or_style": Missing("timestep_sampling has uniform, logit_normal and mode"),
     "train.bypass_guidance_embedding": Missing("training_guidance is what the transformer is told"),
+    "train.diff_output_preservation": Missing("preserve: class needs a trigger_word and a LoRA"),
+    "train.diff_output_preservation_class": Unneeded("belongs to diff_output_preservation"),
+    "train.diff_output_preservation_multiplier": Unneeded("belongs to diff_output_preservation"),
+    "train.blank_prompt_preservation": Missing("all weights are trained"),
+    "train.blank_prompt_preservation_multiplier": Unneeded("belongs to blank_prompt_preservation"),
+    "train.inverted_mask_prior": Missing("preserve: own does it, with masks in data.init_args.mask_dir"),
+    "train.inverted_mask_prior_multiplier": Unneeded("belongs to inverted_mask_prior"),
     "train.*": OBJECTIVE,
     "model.quantize_te": Unneeded("base_quantization packs the text encoders too"),
     "model.qtype_te": Unneeded("base_quantization packs the text encoders too"),
@@ -87,7 +96,9 @@ RULES: dict[str, Rule] = {
     "model.auto_memory": MEMORY,
     "model.split_model_over_gpus": Missing("one model is on one card; zero_3 shards full fine-tuning"),
     "model.compile": Missing("torch.compile is not used"),
-    "model.assistant_lora_path": Missing("distilled models are refused; train on their base"),
+    "model.assistant_lora_path": Missing("all weights are trained"),
+    "model.inference_lora_path": Missing("samples are drawn by the base and the LoRA alone"),
+    "model.lora_path": Missing("lightning export LORA --merge_into PIPELINE merges it into the base first"),
     "model.*": Missing("the base is loaded as its own config says"),
     "sample.sample_every": Take("model.validation_steps", as_int),
     "sample.guidance_scale": Take("model.guidance_scale", float),
@@ -143,16 +154,18 @@ def read(given: dict[str, Any], found: Imported) -> None:
     keys = flat(process)
     common.take_name(found, "config.name", str(config.get("name") or found.path.stem), keys.get("training_folder"))
     _take_model(keys, found)
-    _take_network(keys, found)
+    answered = _take_network(keys, found)
     _take_training(keys, found)
-    word = process.get("trigger_word")
+    words = [process.get("trigger_word"), *(each.get("trigger_word") for each in datasets if isinstance(each, dict))]
+    word = next((word for word in words if word), None)
+    answered |= _take_preservation(keys, found, word, datasets)
     if keys.get("sample.prompts"):
-        common.take_prompts(found, "sample.prompts", keys["sample.prompts"], word)
+        common.take_prompts(found, "sample.prompts", keys["sample.prompts"], word, "--")
     elif keys.get("sample.samples"):
         prompts = [each.get("prompt", "") for each in keys["sample.samples"] if isinstance(each, dict)]
-        common.take_prompts(found, "sample.samples", prompts, word)
+        common.take_prompts(found, "sample.samples", prompts, word, "--")
     if keys.get("sample.width"):
-        found.take("sample.width", "model.sample_resolution", as_int(keys["sample.width"]))
+        common.take_side(found, "sample.width", as_int(keys["sample.width"]), place="model.sample_resolution")
     done = {
         "type",
         "training_folder",
@@ -176,6 +189,7 @@ def read(given: dict[str, Any], found: Imported) -> None:
         "train.timestep_type",
         "train.gradient_checkpointing",
         "train.loss_type",
+        *answered,
     } | {key for key in keys if key.startswith("train.optimizer_params")}
     found.answer(keys, RULES, done)
     _take_datasets(datasets, found)
@@ -189,23 +203,42 @@ def read(given: dict[str, Any], found: Imported) -> None:
 def _take_model(keys: dict[str, Any], found: Imported) -> None:
     flags = [family for flag, family in ARCH.items() if keys.get(f"model.{flag}")]
     arch = str(keys["model.arch"]).partition(":")[0] if keys.get("model.arch") else None
-    common.take_base(found, "model.name_or_path", keys.get("model.name_or_path"), arch or next(iter(flags), None))
+    path = keys.get("model.assistant_lora_path") if keys.get("network.type") else None
+    adapter = ("model.assistant_lora_path", str(path)) if path else None
+    declared = arch or next(iter(flags), None)
+    common.take_base(found, "model.name_or_path", keys.get("model.name_or_path"), declared, adapter)
     if as_bool(keys.get("model.quantize") or False):
         kind = str(keys.get("model.qtype") or "qfloat8").partition("|")[0]
         found.take("model.quantize", "model.base_quantization", common.quantization_of(kind) or "int8", kind)
 
 
-def _take_network(keys: dict[str, Any], found: Imported) -> None:
+def _take_network(keys: dict[str, Any], found: Imported) -> set[str]:
+    """Take the adapter's kind, layers and sizes, and the file to begin with; returns the keys that it used."""
     kind = keys.get("network.type")
     found.is_full = kind is None
     if found.is_full:
-        return
-    if kind not in ("lora", "dora"):
-        found.missing("network.type", f"{kind} is no LoRA; a LoRA is trained instead")
+        return set()
+    answered = {"model.assistant_lora_path"}
+    if keys.get("network.pretrained_lora_path"):
+        common.take_lora_file(found, "network.pretrained_lora_path", str(keys["network.pretrained_lora_path"]))
+        answered.add("network.pretrained_lora_path")
+    targets = [*BOTH_KINDS, *(["convolutions"] if keys.get("network.conv") else [])]
+    if str(kind).casefold() == "lokr":
+        common.take_lokr(found, "network.type", ("network.lokr_factor", keys.get("network.lokr_factor")))
+        answered |= {"network.lokr_factor", "network.lokr_full_rank"}
+        if as_bool(keys.get("network.lokr_full_rank", True)):
+            found.values["model.lora_targets"] = ([*BOTH_KINDS, "convolutions"], "the layers that ai-toolkit adapts")
+            sizes = ("linear", "rank", "linear_alpha", "alpha", "conv", "conv_alpha")
+            used = [f"network.{name}" for name in sizes if f"network.{name}" in keys]
+            common.take_whole_lokr(found, used, "lokr_full_rank, on by default, makes the second factor whole")
+            return answered | set(used)
+    elif kind not in ("lora", "dora"):
+        found.missing("network.type", f"{kind} is neither a LoRA nor a LoKr; a LoRA is trained instead")
     if kind == "dora":
         found.take("network.type", "model.use_dora", True)
+    found.values["model.lora_targets"] = (targets, "the layers that ai-toolkit adapts")
     for place, keys_of_it, value in (
-        ("model.rank", ("network.linear", "network.rank"), 4),
+        ("model.rank", ("network.rank", "network.linear"), 4),
         ("model.lora_alpha", ("network.linear_alpha", "network.alpha"), 1.0),
     ):
         key = next((key for key in keys_of_it if keys.get(key) is not None), None)
@@ -213,8 +246,30 @@ def _take_network(keys: dict[str, Any], found: Imported) -> None:
             found.default(place, value)
         else:
             found.take(key, place, type(value)(keys[key]))
-    targets = [*BOTH_KINDS, *(["convolutions"] if keys.get("network.conv") else [])]
-    found.values["model.lora_targets"] = (targets, "the layers that ai-toolkit adapts")
+    return answered
+
+
+def _take_preservation(keys: dict[str, Any], found: Imported, word: str | None, datasets: list[Any]) -> set[str]:
+    """Take what holds the base's predictions: for the class, the empty prompt, or outside masks; returns the keys."""
+    has_masks = any(isinstance(each, dict) and (each.get("mask_path") or each.get("alpha_mask")) for each in datasets)
+    kinds = (
+        ("class", "diff_output_preservation", 1.0, bool(word)),
+        ("blank", "blank_prompt_preservation", 1.0, True),
+        ("own", "inverted_mask_prior", 0.5, has_masks),
+    )
+    for kind, name, weight, is_possible in kinds:
+        key = f"train.{name}"
+        if found.is_full or not is_possible or not as_bool(keys.get(key) or False):
+            continue
+        found.take(key, "model.preserve", kind)
+        if kind == "class":
+            found.take(f"{key}_class", "model.class_word", str(keys.get(f"{key}_class") or ""))
+        if keys.get(f"{key}_multiplier") is None:
+            found.default("model.preserve_weight", weight)
+        else:
+            found.take(f"{key}_multiplier", "model.preserve_weight", float(keys[f"{key}_multiplier"]))
+        return {key, f"{key}_class", f"{key}_multiplier"}
+    return set()
 
 
 def _take_training(keys: dict[str, Any], found: Imported) -> None:
@@ -252,7 +307,7 @@ def _take_datasets(datasets: list[Any], found: Imported) -> None:
     folders = [
         (str(each.get("folder_path") or each.get("dataset_path")), as_int(each.get("num_repeats") or 1)) for each in own
     ]
-    common.take_folders(found, "datasets.folder_path", folders)
+    common.take_folders(found, "datasets.folder_path", folders, "datasets.num_repeats")
     if classes:
         found.take("datasets.is_reg", "data.class_data_dir", str(classes[0].get("folder_path")))
     for each in own[:1]:
@@ -261,10 +316,22 @@ def _take_datasets(datasets: list[Any], found: Imported) -> None:
         sides = each.get("resolution") or 512
         sides = sides if isinstance(sides, list) else [sides]
         remark = f"the largest of {', '.join(map(str, sides))}: one size is trained" if len(sides) > 1 else ""
-        found.take("datasets.resolution", "data.resolution", max(as_int(side) for side in sides), remark)
+        common.take_side(found, "datasets.resolution", max(as_int(side) for side in sides), remark)
+        if each.get("random_crop"):
+            is_cached = any(as_bool(each.get(key) or False) for key in ("cache_latents", "cache_latents_to_disk"))
+            common.take_random_crop(found, "datasets.random_crop", is_cached)
         rest = {f"datasets.{key}": value for key, value in each.items()}
         done = {
             f"datasets.{key}"
-            for key in ("folder_path", "dataset_path", "caption_ext", "resolution", "is_reg", "num_repeats", "type")
+            for key in (
+                "folder_path",
+                "dataset_path",
+                "caption_ext",
+                "resolution",
+                "is_reg",
+                "num_repeats",
+                "type",
+                "random_crop",
+            )
         }
         found.answer(rest, {f"datasets.{key}": rule for key, rule in DATASET.items()} | RULES, done)

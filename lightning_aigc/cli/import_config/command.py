@@ -55,6 +55,20 @@ BASELINE = {
     "data.trigger_word": None,
 }
 """Values of keys that the file does not have, where the shipped config has others."""
+OF_LORA = (
+    "rank",
+    "lora_alpha",
+    "lora_targets",
+    "lora_type",
+    "lokr_factor",
+    "lora_from",
+    "training_adapter",
+    "preserve",
+    "class_word",
+    "preserve_weight",
+)
+NOT_OF_LOKR = ("lora_dropout", "use_dora", "use_rslora", "train_text_encoder", "text_encoder_lr")
+"""Options of a plain LoRA."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -231,26 +245,26 @@ def _leave_out_what_the_family_lacks(found: Imported) -> None:
     if not family.trains_text_encoders:
         for name in ("train_text_encoder", "text_encoder_lr", "use_dora"):
             lacking[name] = f"it is for U-Nets, and this is {family.title}"
+    if found.value("model.lora_type") == "lokr":
+        lacking |= dict.fromkeys(NOT_OF_LOKR, "it is an option of LoRA, and this is a LoKr")
+    if found.value("model.lora_from") is not None:
+        lacking["use_dora"] = "a file to begin with is a plain LoRA or a LoKr"
+    if family.needs_sources:
+        lacking |= dict.fromkeys(("preserve", "class_word", "preserve_weight"), "it is for images from text alone")
     if found.is_full:
-        of_lora = (
-            "rank",
-            "lora_alpha",
-            "lora_dropout",
-            "lora_targets",
-            "use_dora",
-            "train_text_encoder",
-            "text_encoder_lr",
-        )
-        lacking |= dict.fromkeys((*of_lora, "base_quantization"), "all weights are trained")
+        lacking |= dict.fromkeys((*OF_LORA, *NOT_OF_LOKR, "base_quantization"), "all weights are trained")
     for name, reason in lacking.items():
         place = f"model.{name}"
         if place not in found.values:
             continue
         value, key = found.values.pop(place)
+        count = len(found.lines)
         found.lines = [line for line in found.lines if not line.startswith(f"{key}: model.init_args.{name}:")]
         found.notes = [line for line in found.notes if not line.startswith(f"model.init_args.{name}:")]
         if value not in (None, False, 0.0, "auto", 1.0, "uniform") and not key.startswith("not in the file"):
             found.missing(key, reason)
+        elif len(found.lines) < count:
+            found.unneeded(key, reason)
     targets, reason = found.values.get("model.lora_targets", (None, ""))
     if targets is not None and family.is_flow and "convolutions" in targets:
         found.values["model.lora_targets"] = ([each for each in targets if each != "convolutions"], reason)
@@ -258,6 +272,8 @@ def _leave_out_what_the_family_lacks(found: Imported) -> None:
 
 def _set_dependent_values(found: Imported) -> None:
     """Set what other values decide: prompts, the end of the run, caches."""
+    from lightning_aigc.diffusion.families import FAMILIES
+
     word = found.value("data.trigger_word")
     if not found.value("model.validation_prompts"):
         prompt = f"a photo of {word}" if word else "a photo"
@@ -267,6 +283,13 @@ def _set_dependent_values(found: Imported) -> None:
     if found.value("data.shuffle_caption") or found.value("model.train_text_encoder"):
         reason = "captions are shuffled" if found.value("data.shuffle_caption") else "the text encoders are trained"
         found.values["data.cache_text_embeddings"] = (False, reason)
+    if found.value("data.center_crop") is False:
+        found.values["data.cache_latents"] = (False, "crops are random")
+        if FAMILIES[str(found.family)].needs_sources:
+            found.values["data.cache_text_embeddings"] = (False, "the text encoder sees the random crops")
+    if found.value("model.preserve") == "blank" and found.value("data.caption_dropout_rate"):
+        found.values["data.caption_dropout_rate"] = (0.0, "preserve: blank holds the empty caption")
+        found.notes.append("data.init_args.caption_dropout_rate: 0: preserve: blank holds the empty caption")
     if found.value("model.snr_gamma") is not None and found.value("model.debiased_estimation"):
         found.values["model.snr_gamma"] = (None, "debiased_estimation takes precedence")
     resolution = found.value("data.resolution")

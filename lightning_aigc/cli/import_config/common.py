@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from lightning_aigc.cli.import_config.imported import Imported, as_int
+from lightning_aigc.cli.import_config.imported import Imported, as_int, full_place
 from lightning_aigc.errors import ConfigError, ModelError
 
 PRECISIONS = {
@@ -92,12 +92,22 @@ FLAVOURS = {
 }
 """Families that other trainers call flavours of one, told by the name of the base."""
 EIGHT_BIT = "in 32 bits: a LoRA's states are small"
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+"""Name that diffusers gives a LoRA's file in a folder."""
+WHOLE_RANK = 5000
+"""Rank of a LoKr from which no layer's second factor is split; LyCORIS' users write 10000."""
+LOKR_FACTOR = 8
+"""Factor for LyCORIS' -1, which is another one in each layer."""
 
 
-def take_base(found: Imported, key: str, name: Any, declared: str | None) -> None:
+def take_base(
+    found: Imported, key: str, name: Any, declared: str | None, adapter: tuple[str, str] | None = None
+) -> None:
     """Take the base model, and its family from the declared name, else from the base's own.
 
-    Raises: ConfigError for a family that does not train here.
+    Args: adapter: key and file of a training adapter, with which a few-step base trains.
+
+    Raises: ConfigError for a family that does not train here, or a few-step base without an adapter.
     """
     from lightning_aigc.cli.init.base import find_base
     from lightning_aigc.diffusion.families import FAMILIES
@@ -123,13 +133,19 @@ def take_base(found: Imported, key: str, name: Any, declared: str | None) -> Non
     else:
         found.family = "sd"
     known = FAMILIES[found.family]
+    if adapter is not None:
+        if found.other_base is None:
+            found.take(adapter[0], "model.training_adapter", _adapter_file(found, adapter[1]))
+        else:
+            found.unneeded(adapter[0], "it belongs to the base of the file; set model.init_args.training_adapter")
     if base is None:
         found.default("model.pretrained_model_name_or_path", known.base, "no base model in the file")
         return
     try:
         check_not_distilled(known, base)
     except ModelError as error:
-        raise ConfigError(f"{found.path}: {error}; for that, add --base {known.base}") from error
+        if "model.training_adapter" not in found.values:
+            raise ConfigError(f"{found.path}: {error}; for that, add --base {known.base}") from error
     if known.is_flow and base.endswith((".safetensors", ".sft")):
         found.take(key, "model.denoiser_file", base, known.title)
         found.default("model.pretrained_model_name_or_path", known.base, f"the other components that {base} needs")
@@ -138,6 +154,16 @@ def take_base(found: Imported, key: str, name: Any, declared: str | None) -> Non
         found.take(key, "model.pretrained_model_name_or_path", known.base, remark)
     else:
         found.take(key, "model.pretrained_model_name_or_path", base, known.title)
+
+
+def _adapter_file(found: Imported, name: str) -> str:
+    """A training adapter's file: a path, or owner/name/file of the hub, with the usual name of the file."""
+    file = named_file(found, name)
+    if file is not None:
+        return str(file)
+    is_folder = any((place / ADAPTER_FILE).is_file() for place in (Path(name).expanduser(), found.path.parent / name))
+    is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.endswith(".safetensors")
+    return f"{name.rstrip('/')}/{ADAPTER_FILE}" if is_folder or is_repository else name
 
 
 def _guessed_family(base: str) -> str:
@@ -279,22 +305,139 @@ def take_warmup(found: Imported, key: str, value: Any) -> None:
     elif steps is not None:
         found.take(key, "model.lr_warmup_steps", round(number * steps), f"{number} of {steps} steps")
     else:
-        found.missing(key, "a share of steps needs their number; set model.init_args.lr_warmup_steps")
+        leave_out_warmup(found, key, number)
 
 
-def take_folders(found: Imported, key: str, folders: Sequence[tuple[str, int]]) -> None:
-    """Take the folders of the images with their repeats: one folder, or the one that holds them all."""
+def leave_out_warmup(found: Imported, key: str, share: float) -> None:
+    """Say that a share of the steps needs their number, and begin without a warm-up."""
+    found.values["model.lr_warmup_steps"] = (0, f"{key} is a share of steps whose number the file does not give")
+    found.missing(
+        key, f"{share:g} of the steps, whose number follows from the images; set model.init_args.lr_warmup_steps"
+    )
+
+
+def take_text_encoder_rate(found: Imported, key: str, rate: float, remark: str = "") -> None:
+    """Take the rate of the text encoders, which at 0 are not trained."""
+    if rate:
+        found.take(key, "model.text_encoder_lr", rate, remark)
+    else:
+        found.take(key, "model.train_text_encoder", False, "a rate of 0 trains no text encoder")
+
+
+def leave_out_text_encoders(found: Imported, key: str | None) -> None:
+    """Say that a LoKr leaves the text encoders as they are; `key` is the one of the file that trains them."""
+    reason = "a LoKr adapts the denoiser alone"
+    if key is None:
+        found.notes.append(f"{full_place('model.train_text_encoder')}: false: {reason}")
+    else:
+        found.missing(key, reason)
+
+
+def take_side(found: Imported, key: str, side: float, remark: str = "", place: str = "data.resolution") -> None:
+    """Take the side of the images in pixels, as the nearest multiple of what the model takes."""
+    from lightning_aigc.diffusion.families import FAMILIES
+
+    step = 16 if FAMILIES[found.family or "sd"].is_flow else 8
+    rounded = max(step, round(side / step) * step)
+    remarks = [remark] * bool(remark) + [f"the nearest multiple of {step} to {side:.0f}"] * (rounded != round(side))
+    found.take(key, place, rounded, "; ".join(remarks))
+
+
+def take_random_crop(found: Imported, key: str, is_cached: bool) -> None:
+    """Take random crops; an image of a cache has one crop."""
+    if is_cached:
+        found.missing(
+            key,
+            "a cached image has one crop, here its middle; set data.init_args.center_crop and cache_latents to false",
+        )
+    else:
+        found.take(key, "data.center_crop", False)
+
+
+def take_lora_file(found: Imported, key: str, name: str) -> None:
+    """Take a LoRA's file to begin with."""
+    file = named_file(found, name)
+    if file is None and (Path(name).expanduser() / ADAPTER_FILE).is_file():
+        file = Path(name).expanduser() / ADAPTER_FILE
+    remark = "ranks, scales and layers are that file's"
+    missing = "there is no such file here: copy it, and write its path"
+    found.take(key, "model.lora_from", str(file or name), remark if file else missing)
+
+
+def take_lokr(found: Imported, key: str, factor: tuple[str, Any]) -> None:
+    """Take the kind LoKr, with a factor that is the same for all layers."""
+    found.take(key, "model.lora_type", "lokr")
+    factor_key, value = factor
+    number = as_int(value) if value is not None else -1
+    if number > 1:
+        found.take(factor_key, "model.lokr_factor", number)
+    else:
+        found.values["model.lokr_factor"] = (LOKR_FACTOR, f"{factor_key}: {number} is another factor in each layer")
+        text = (
+            f"{full_place('model.lokr_factor')}: {LOKR_FACTOR}: one factor of all layers, instead of each layer's own"
+        )
+        (found.notes if value is None else found.lines).append(text if value is None else f"{factor_key}: {text}")
+
+
+def take_whole_lokr(found: Imported, keys: Sequence[str], reason: str) -> None:
+    """Take a LoKr whose second factor is whole in all layers; `keys` are those of rank and alpha in the file."""
+    found.values["model.rank"] = (10000, reason)
+    found.values["model.lora_alpha"] = (None, "whole factors have scale 1")
+    for key in keys:
+        found.unneeded(key, f"model.init_args.rank: 10000, because {reason}")
+    if not keys:
+        found.notes.append(f"{full_place('model.rank')}: 10000: {reason}")
+
+
+def take_folders(found: Imported, key: str, folders: Sequence[tuple[str, int]], repeats_key: str) -> None:
+    """Take the folders of the images with their repeats: one folder, or the first of several."""
     paths = list(dict.fromkeys(path for path, _ in folders))
     if not paths:
         return
     if len(paths) == 1:
         found.take(key, "data.train_data_dir", paths[0])
-        repeats = folders[0][1]
-        if repeats != 1:
-            found.take(f"{key}.num_repeats", "data.num_repeats", repeats)
+        take_repeats(found, repeats_key, paths[0], folders[0][1])
         return
-    remark = f"the first of {len(paths)}; put all into one folder, and repeat one by a name such as 10_zorp"
+    remark = f"the first of {len(paths)}; put all into one folder, named {', '.join(_names_with_repeats(folders))}"
     found.take(key, "data.train_data_dir", paths[0], remark)
+    if any(repeats != 1 for _, repeats in folders):
+        found.unneeded(repeats_key, "the folders' names repeat them")
+
+
+def _names_with_repeats(folders: Sequence[tuple[str, int]]) -> list[str]:
+    """Names such as 10_zorp with which one folder holds all of these; none is there twice."""
+    repeats = dict(reversed(folders))  # the first of a folder counts
+    parts = {path: PureWindowsPath(path).parts for path, _ in folders}
+    words = {path: _own_repeats(path)[1] for path in parts}
+    for path, word in words.items():
+        if list(words.values()).count(word) > 1:
+            words[path] = "_".join(re.sub(r"[\\/:]", "", part) for part in parts[path][-2:])
+    return [f"{repeats[path]}_{word}" for path, word in words.items()]
+
+
+def _own_repeats(folder: str) -> tuple[int, str]:
+    """Repeats that a folder's own name gives its images here, 1 for most, and the name without them."""
+    from lightning_aigc.data.index.sources import repeats_of
+
+    name = PureWindowsPath(folder).name  # reads / and \\
+    repeats, word = repeats_of(Path(name), "image.png")
+    return repeats, word or name
+
+
+def take_repeats(found: Imported, key: str, folder: str, repeats: int) -> None:
+    """Take the repeats of a folder's images, which a name such as 10_zorp multiplies here and not there."""
+    own, word = _own_repeats(folder)
+    if own == 1:
+        if repeats != 1:
+            found.take(key, "data.num_repeats", repeats)
+    elif repeats % own == 0:
+        found.take(key, "data.num_repeats", repeats // own, f"times the {own} of the folder's name")
+    else:
+        renamed = word if repeats == 1 else f"{repeats}_{word}"
+        found.take(
+            key, "data.num_repeats", 1, f"and {own}_{word} repeats {own} times here instead of {repeats}: rename it to"
+            f" {renamed}, and data.init_args.train_data_dir with it",
+        )  # fmt: skip
 
 
 def named_file(found: Imported, name: str) -> Path | None:
@@ -322,7 +465,11 @@ def take_name(found: Imported, key: str, name: str, folder: str | None) -> None:
     found.values["trainer.default_root_dir"] = (f"{root}/{plain}", "the result's name in the other program's folder")
 
 
-def take_prompts(found: Imported, key: str, prompts: Sequence[str], word: str | None) -> None:
-    """Take the sample prompts, with `[trigger]` replaced."""
-    texts = [str(prompt).replace("[trigger]", word or "").strip() for prompt in prompts]
-    found.take(key, "model.validation_prompts", list(dict.fromkeys(text for text in texts if text)))
+def take_prompts(
+    found: Imported, key: str, prompts: Sequence[str], word: str | None, options: str | None = None
+) -> None:
+    """Take the sample prompts, with `[trigger]` replaced, up to the mark where their options begin."""
+    whole = [str(prompt).replace("[trigger]", word or "").strip() for prompt in prompts]
+    texts = [text.partition(options)[0].strip() for text in whole] if options else whole
+    remark = "without the options after --" if texts != whole else ""
+    found.take(key, "model.validation_prompts", list(dict.fromkeys(text for text in texts if text)), remark)

@@ -101,7 +101,7 @@ class Imported:
 
     def default(self, place: str, value: Any, reason: str | None = None) -> None:
         """Take a value that the file does not give, unless there is one; without a reason the program's default."""
-        reason = reason or f"not in the file: {self.program}'s default"
+        reason = reason or f"not in the file: {self.program}'{'' if self.program.endswith('s') else 's'} default"
         if place not in self.values:
             self.values[place] = (value, reason)
             self.notes.append(f"{full_place(place)}: {shown(value)}: {reason}")

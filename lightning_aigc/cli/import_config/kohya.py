@@ -24,6 +24,7 @@ from lightning_aigc.cli.import_config.imported import (
     as_bool,
     as_int,
 )
+from lightning_aigc.diffusion.families import FAMILIES
 from lightning_aigc.errors import ConfigError
 
 NAME = "sd-scripts"
@@ -59,9 +60,9 @@ RULES: dict[str, Rule] = {
     "caption_dropout_rate": Take("data.caption_dropout_rate", float),
     "flip_aug": Take("data.random_flip", as_bool),
     "enable_bucket": Take("data.enable_bucket", as_bool),
-    "min_bucket_reso": Take("data.min_bucket_reso", as_int),
-    "max_bucket_reso": Take("data.max_bucket_reso", as_int),
-    "bucket_reso_steps": Take("data.bucket_reso_steps", as_int),
+    "min_bucket_reso": Take("data.min_bucket_reso", lambda value: max(8, as_int(value) // 8 * 8)),
+    "max_bucket_reso": Take("data.max_bucket_reso", lambda value: -(-as_int(value) // 8) * 8),
+    "bucket_reso_steps": Take("data.bucket_reso_steps", lambda value: -(-as_int(value) // 8) * 8),
     "bucket_no_upscale": Take("data.bucket_no_upscale", as_bool),
     "cache_latents": Take("data.cache_latents", as_bool),
     "max_data_loader_n_workers": Take("data.num_workers", as_int),
@@ -102,8 +103,8 @@ RULES: dict[str, Rule] = {
     "network_module": Unneeded("DiffusionLoRA"),
     "network_train_unet_only": Unneeded("train_text_encoder says it"),
     "network_train_text_encoder_only": Missing("the denoiser is trained always"),
-    "network_weights": Missing("a training begins at a new LoRA; --resume continues one"),
-    "dim_from_weights": Missing("a training begins at a new LoRA; --resume continues one"),
+    "network_weights": Missing("all weights are trained"),
+    "dim_from_weights": Unneeded("lora_from takes the file's ranks"),
     "base_weights": Missing("lightning export LORA --merge_into PIPELINE merges it into the base first"),
     "base_weights_multiplier": Missing("belongs to base_weights"),
     "scale_weight_norms": Missing("norms are not limited"),
@@ -153,7 +154,6 @@ RULES: dict[str, Rule] = {
     "color_aug": IMAGES,
     "face_crop_aug_range": IMAGES,
     "resize_interpolation": IMAGES,
-    "random_crop": IMAGES,
     "debug_dataset": Unneeded("--dry_run shows the data"),
     "dataset_class": Missing("data.class_path says it"),
     "in_json": Missing("captions are read from metadata.jsonl or files"),
@@ -237,6 +237,55 @@ RULES: dict[str, Rule] = {
     "metadata_license": HUB,
     "metadata_tags": HUB,
 }
+LAYERS = Missing("lora_targets chooses layers by their kind")
+RANKS = Missing("rank and lora_alpha are those of all layers")
+BLOCK_RATES = Missing("learning_rate is that of all blocks")
+LYCORIS = Missing("it is an option of LyCORIS")
+NETWORK_ARGS: dict[str, Rule] = {
+    "conv_alpha": RANKS,
+    "block_dims": RANKS,
+    "block_alphas": RANKS,
+    "conv_block_dims": RANKS,
+    "conv_block_alphas": RANKS,
+    "in_dims": RANKS,
+    "emb_dims": RANKS,
+    "network_reg_dims": RANKS,
+    "down_lr_weight": BLOCK_RATES,
+    "mid_lr_weight": BLOCK_RATES,
+    "up_lr_weight": BLOCK_RATES,
+    "block_lr_zero_threshold": BLOCK_RATES,
+    "network_reg_lrs": BLOCK_RATES,
+    "loraplus_lr_ratio": Missing("both matrices of a LoRA have one rate"),
+    "loraplus_unet_lr_ratio": Missing("both matrices of a LoRA have one rate"),
+    "loraplus_text_encoder_lr_ratio": Missing("both matrices of a LoRA have one rate"),
+    "rank_dropout": Missing("lora_dropout drops inputs of a layer, and neither ranks nor layers"),
+    "module_dropout": Missing("lora_dropout drops inputs of a layer, and neither ranks nor layers"),
+    "dropout": Unneeded("networks.lora does not read it; network_dropout sets lora_dropout"),
+    "train_t5xxl": Missing("text encoders of transformers are not trained"),
+    "split_qkv": Unneeded("query, key and value are layers of their own"),
+    "verbose": Unneeded("the run says what it trains"),
+    "ggpo_beta": OBJECTIVE,
+    "ggpo_sigma": OBJECTIVE,
+    "train_norm": Missing("norms are not trained"),
+    "decompose_both": Missing("the first factor of a LoKr is whole"),
+    "unbalanced_factorization": Missing("the first factor of a LoKr has two equal sides"),
+    "wd_on_output": Unneeded("belongs to dora_wd"),
+    "bypass_mode": Unneeded("it computes the same"),
+    "factor": Missing("it is an option of LoKr"),
+    "full_matrix": Missing("it is an option of LoKr"),
+    **dict.fromkeys(
+        ("use_tucker", "use_cp", "use_conv_cp", "disable_conv_cp", "use_scalar", "block_size", "constraint"), LYCORIS
+    ),
+    "rescaled": LYCORIS,
+}
+"""Options in network_args that are not taken; others choose layers."""
+PRESETS = {
+    "full": ["attention", "feed_forward", "convolutions"],
+    "full-lin": ["attention", "feed_forward"],
+    "attn-mlp": ["attention", "feed_forward"],
+    "attn-only": ["attention"],
+}
+"""Our lora_targets by LyCORIS' presets."""
 SAMPLING = {
     "sigmoid": ("logit_normal", 1.0),
     "uniform": ("uniform", 1.0),
@@ -254,6 +303,7 @@ def read(given: dict[str, Any], found: Imported) -> None:
     if isinstance(given.get("datasets"), list):
         common.take_base(found, "--base", None, None)
         _take_datasets(given, found)
+        _take_bucket_defaults(found)
         found.values["model.output_name"] = ("imported", "no name in a dataset config")
         return
     keys: dict[str, Any] = {}
@@ -261,7 +311,7 @@ def read(given: dict[str, Any], found: Imported) -> None:
         keys |= value if isinstance(value, dict) else {name: value}
     _take_model(keys, found)
     _take_training(keys, found)
-    _take_network(keys, found)
+    answered = _take_network(keys, found) | _take_rates(keys, found)
     common.take_name(found, "output_name", str(keys.get("output_name") or found.path.stem), keys.get("output_dir"))
     _take_data(keys, found)
     done = {
@@ -300,14 +350,21 @@ def read(given: dict[str, Any], found: Imported) -> None:
         "gradient_checkpointing",
         "max_train_steps",
         "max_train_epochs",
+        "random_crop",
     }
-    found.answer(keys, RULES, done)
+    found.answer(keys, RULES, done | answered)
     for place, value in NOTES.items():
         if not (found.is_full and place in ("model.rank", "model.lora_alpha")):
             found.default(place, value, "not in the file: sd-scripts' default")
     if keys.get("dataset_config"):
         _take_dataset_file(str(keys["dataset_config"]), found)
     found.default("data.train_batch_size", 1, "not in the file: sd-scripts' default")
+    _take_bucket_defaults(found)
+
+
+def _take_bucket_defaults(found: Imported) -> None:
+    found.default("data.enable_bucket", False)
+    found.default("data.max_bucket_reso", 1024)
 
 
 def _take_model(keys: dict[str, Any], found: Imported) -> None:
@@ -365,31 +422,121 @@ def _take_training(keys: dict[str, Any], found: Imported) -> None:
         found.unneeded("discrete_flow_shift", "flow_shift says it")
 
 
-def _take_network(keys: dict[str, Any], found: Imported) -> None:
+def _take_network(keys: dict[str, Any], found: Imported) -> set[str]:
+    """Take the adapter's kind, layers and options, and whether text encoders have one; returns the keys that it used.
+
+    network_dim and network_alpha are left to the rules, unless the adapter is a LoKr of whole factors.
+    """
     if found.is_full:
-        return
+        return set()
     arguments = keys.get("network_args") or []
     options = common.parsed_options(arguments.split() if isinstance(arguments, str) else arguments)
     module = str(keys.get("network_module") or "networks.lora")
-    if not module.startswith("networks.lora"):
-        found.missing("network_module", f"{module} is not networks.lora; a LoRA is trained instead")
-    targets = ["attention", "feed_forward", *(["convolutions"] if options.get("conv_dim") else [])]
-    found.values["model.lora_targets"] = (targets, "the layers that networks.lora adapts")
+    answered: set[str] = set()
+    if module.startswith("lycoris"):
+        answered = _take_lycoris(module, keys, options, found)
+    else:
+        if not module.startswith("networks.lora"):
+            found.missing("network_module", f"{module} is not networks.lora; a LoRA is trained instead")
+        targets = ["attention", "feed_forward", *(["convolutions"] if options.get("conv_dim") else [])]
+        found.values["model.lora_targets"] = (targets, "the layers that networks.lora adapts")
     for name, value in options.items():
+        key = f"network_args.{name}"
+        if any(line.startswith(f"{key}:") for line in found.lines):
+            continue
         if name == "conv_dim":
-            found.lines.append("network_args.conv_dim: model.init_args.lora_targets: convolutions, of the same rank")
-        elif name == "conv_alpha":
-            found.missing("network_args.conv_alpha", "lora_alpha is that of all layers")
-        elif value not in (None, False, "False"):
-            found.missing(f"network_args.{name}", "lora_targets chooses layers by their kind")
+            found.lines.append(f"{key}: model.init_args.lora_targets: convolutions, of the same rank")
+        elif value not in (None, False, "False", "false"):
+            found.answer({key: value}, {key: NETWORK_ARGS.get(name, LAYERS)})
+    if keys.get("network_weights"):
+        common.take_lora_file(found, "network_weights", str(keys["network_weights"]))
+        answered.add("network_weights")
+    _take_text_encoders(keys, found)
+    return answered
+
+
+def _take_lycoris(module: str, keys: dict[str, Any], options: dict[str, Any], found: Imported) -> set[str]:
+    """Take an adapter of LyCORIS: its LoKr, or a LoRA; returns the keys that it used."""
+    algorithm = str(options.get("algo") or "lora").casefold()
+    preset = str(options.get("preset") or "full")
+    targets = PRESETS.get(preset, PRESETS["attn-mlp"])
+    found.values["model.lora_targets"] = (targets, f"the layers of LyCORIS' preset {preset}")
+    if "preset" in options:
+        found.take("network_args.preset", "model.lora_targets", targets, "" if preset in PRESETS else f"not {preset}")
+    for name, place in (("dora_wd", "use_dora"), ("rs_lora", "use_rslora")):
+        if as_bool(options.get(name) or False):
+            found.take(f"network_args.{name}", f"model.{place}", True)
+    answered: set[str] = set()
+    if options.get("dropout"):
+        found.take("network_args.dropout", "model.lora_dropout", float(options["dropout"]))
+        if "network_dropout" in keys:
+            found.unneeded("network_dropout", "dropout of network_args takes precedence")
+            answered.add("network_dropout")
+    dim = as_int(keys.get("network_dim") or 4)
+    if algorithm == "lokr":
+        common.take_lokr(found, "network_args.algo", ("network_args.factor", options.get("factor")))
+        is_whole = as_bool(options.get("full_matrix") or False)
+        if is_whole or dim >= common.WHOLE_RANK:
+            used = [key for key in ("network_dim", "network_alpha") if key in keys]
+            reason = "full_matrix" if is_whole else f"a network_dim of {dim}"
+            if is_whole:
+                found.unneeded("network_args.full_matrix", "model.init_args.rank: 10000 makes the second factor whole")
+            common.take_whole_lokr(found, used, f"{reason} makes the second factor whole")
+            answered |= set(used)
+    elif algorithm not in ("lora", "locon"):
+        found.missing("network_args.algo", f"{algorithm} is neither lora nor lokr; a LoRA is trained instead")
+        if dim >= common.WHOLE_RANK:
+            found.take("network_dim", "model.rank", 64, f"{dim} is for the whole matrices of {algorithm}")
+            answered.add("network_dim")
+    elif "algo" in options:
+        found.unneeded("network_args.algo", f"{algorithm} is a LoRA")
+    found.unneeded("network_module", f"{module}: DiffusionLoRA trains its LoRA and its LoKr")
+    return answered
+
+
+def _take_text_encoders(keys: dict[str, Any], found: Imported) -> None:
     only_unet = as_bool(keys.get("network_train_unet_only") or False)
-    if not only_unet and not keys.get("cache_text_encoder_outputs"):
-        found.default("model.train_text_encoder", True, "network_train_unet_only is not set")
-        if keys.get("text_encoder_lr") is not None:
-            rate = keys["text_encoder_lr"]
-            found.take("text_encoder_lr", "model.text_encoder_lr", float(rate[0] if isinstance(rate, list) else rate))
-    elif keys.get("text_encoder_lr") is not None:
-        found.unneeded("text_encoder_lr", "the text encoders are not trained")
+    rate = keys.get("text_encoder_lr")
+    if only_unet or keys.get("cache_text_encoder_outputs"):
+        if rate is not None:
+            found.unneeded("text_encoder_lr", "the text encoders are not trained")
+        return
+    rates = [float(each) for each in (rate if isinstance(rate, list) else [rate])] if rate is not None else []
+    if found.value("model.lora_type") == "lokr":
+        common.leave_out_text_encoders(found, "text_encoder_lr" if any(rates) else None)
+        if rates and not any(rates):
+            found.unneeded("text_encoder_lr", "a rate of 0 trains no text encoder")
+        return
+    found.default("model.train_text_encoder", True, "network_train_unet_only is not set")
+    if not rates:
+        return
+    remark = f"the first of {', '.join(map(str, rates))}, which is that of all text encoders" if len(rates) > 1 else ""
+    if FAMILIES[str(found.family)].trains_text_encoders:
+        common.take_text_encoder_rate(found, "text_encoder_lr", rates[0], remark)  # networks.lora reads the first
+    else:  # said to have no counterpart, unless it is 0 for all
+        common.take_text_encoder_rate(found, "text_encoder_lr", max(rates))
+
+
+def _take_rates(keys: dict[str, Any], found: Imported) -> set[str]:
+    """Take learning_rate where unet_lr takes its place for the denoiser; returns the keys that it used."""
+    if keys.get("unet_lr") is None:
+        return set()
+    if found.is_full:
+        found.unneeded("unet_lr", "a fine-tuning of all weights reads learning_rate")
+        return {"unet_lr"}
+    if float(keys["unet_lr"]) == 0:
+        found.missing("unet_lr", "0 trains the text encoders alone, and here the denoiser is trained always")
+        return {"unet_lr"}
+    of_text = found.value("model.train_text_encoder") and FAMILIES[str(found.family)].trains_text_encoders
+    if not of_text or "model.text_encoder_lr" in found.values:
+        if keys.get("learning_rate") is not None:
+            found.unneeded("learning_rate", "unet_lr and text_encoder_lr take precedence")
+    elif keys.get("learning_rate") is not None:
+        remark = "that of the denoiser is unet_lr"
+        common.take_text_encoder_rate(found, "learning_rate", float(keys["learning_rate"]), remark)
+    else:
+        found.default("model.text_encoder_lr", NOTES["model.learning_rate"])
+    return {"learning_rate"}
 
 
 def _take_data(keys: dict[str, Any], found: Imported) -> None:
@@ -400,7 +547,11 @@ def _take_data(keys: dict[str, Any], found: Imported) -> None:
     if keys.get("reg_data_dir"):
         found.take("reg_data_dir", "data.class_data_dir", str(keys["reg_data_dir"]))
     if keys.get("dataset_repeats"):
-        found.take("dataset_repeats", "data.num_repeats", as_int(keys["dataset_repeats"]))
+        common.take_repeats(
+            found, "dataset_repeats", str(keys.get("train_data_dir") or ""), as_int(keys["dataset_repeats"])
+        )
+    if as_bool(keys.get("random_crop") or False):
+        common.take_random_crop(found, "random_crop", as_bool(keys.get("cache_latents") or False))
     if keys.get("resolution"):
         _take_resolution("resolution", keys["resolution"], found)
     ending = keys.get("caption_extension") or keys.get("caption_extention")
@@ -419,8 +570,8 @@ def _take_resolution(key: str, value: Any, found: Imported) -> None:
         as_int(side)
         for side in (value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value])
     ]
-    side = sides[0] if len(set(sides)) == 1 else round((sides[0] * sides[-1]) ** 0.5)
-    found.take(key, "data.resolution", side, "" if len(set(sides)) == 1 else "the square of the same area")
+    side = sides[0] if len(set(sides)) == 1 else (sides[0] * sides[-1]) ** 0.5
+    common.take_side(found, key, side, "" if len(set(sides)) == 1 else f"the square of the area of {value}")
 
 
 def _take_prompt_file(name: str, found: Imported) -> None:
@@ -430,8 +581,8 @@ def _take_prompt_file(name: str, found: Imported) -> None:
         found.missing("sample_prompts", f"{name} is not there; set model.init_args.validation_prompts")
         return
     lines = file.read_text(encoding="utf-8-sig").splitlines()
-    prompts = [line.partition(" --")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
-    common.take_prompts(found, "sample_prompts", prompts, None)
+    prompts = [line for line in lines if line.strip() and not line.startswith("#")]
+    common.take_prompts(found, "sample_prompts", prompts, None, " --")
 
 
 def _take_dataset_file(name: str, found: Imported) -> None:
@@ -458,10 +609,10 @@ def _take_datasets(given: dict[str, Any], found: Imported) -> None:
     first, subset = own[0]
     settings = general | {key: value for key, value in first.items() if key != "subsets"} | subset
     folders = [
-        (str(each.get("image_dir")), as_int(each.get("num_repeats") or first.get("num_repeats") or 1))
-        for _, each in own
+        (str(each.get("image_dir")), as_int((general | dataset | each).get("num_repeats") or 1))
+        for dataset, each in own
     ]
-    common.take_folders(found, "datasets.subsets.image_dir", folders)
+    common.take_folders(found, "datasets.subsets.image_dir", folders, "datasets.subsets.num_repeats")
     classes = [each for _, each in subsets if each.get("is_reg")]
     if classes:
         found.take("datasets.subsets.is_reg", "data.class_data_dir", str(classes[0].get("image_dir")))
@@ -475,21 +626,28 @@ def _take_datasets(given: dict[str, Any], found: Imported) -> None:
             f"the first word of {subset['class_tokens']}; it is put into captions that lack it",
         )
         found.values["data.missing_captions"] = ("trigger", "class_tokens stands for a missing caption")
-    ending = str(settings.get("caption_extension") or ".caption")
-    found.take(
-        "datasets.caption_extension",
-        "data.caption_extension",
-        f".{ending.lstrip('.')}",
-        "" if settings.get("caption_extension") else "sd-scripts' default",
-    )
+    if settings.get("caption_extension"):
+        ending = str(settings["caption_extension"]).lstrip(".")
+        found.take("datasets.caption_extension", "data.caption_extension", f".{ending}")
+    found.default("data.caption_extension", ".caption")
     if settings.get("resolution"):
         _take_resolution("datasets.resolution", settings["resolution"], found)
+    if as_bool(settings.get("random_crop") or False):
+        common.take_random_crop(found, "datasets.random_crop", bool(found.value("data.cache_latents")))
     sizes = {str(each.get("resolution")) for each in datasets if each.get("resolution")}
     if len(sizes) > 1:
         found.missing("datasets[1].resolution", "one size is trained: the first dataset's")
     done = {
         f"datasets.{key}"
-        for key in ("image_dir", "num_repeats", "is_reg", "class_tokens", "caption_extension", "resolution")
+        for key in (
+            "image_dir",
+            "num_repeats",
+            "is_reg",
+            "class_tokens",
+            "caption_extension",
+            "resolution",
+            "random_crop",
+        )
     }
     found.answer(
         {f"datasets.{key}": value for key, value in settings.items()},

@@ -23,6 +23,7 @@ from lightning_aigc.cli.import_config.imported import (
     as_int,
     flat,
 )
+from lightning_aigc.diffusion.families import FAMILIES
 from lightning_aigc.errors import ConfigError
 
 NAME = "OneTrainer"
@@ -46,6 +47,7 @@ WINDOW = Unneeded("belongs to the program's window")
 DEVICE = Unneeded("trainer.accelerator, devices and strategy choose it")
 PART = Missing("the parts of a model are chosen by its family")
 OTHER_METHOD = Unneeded("belongs to another method than LoRA")
+UNTIL_THE_END = Unneeded("text encoders that are trained are trained until the end")
 RULES: dict[str, Rule] = {
     "learning_rate": Take("model.learning_rate", float),
     "batch_size": Take("data.train_batch_size", as_int),
@@ -85,7 +87,7 @@ RULES: dict[str, Rule] = {
     "tensorboard_always_on": LOGGER,
     "tensorboard_port": LOGGER,
     "samples_to_tensorboard": LOGGER,
-    "validation": Missing("data.init_args.validation_split holds images out for val_loss"),
+    "validation": Missing("no concept is for it; data.init_args.validation_split holds images out for val_loss"),
     "validate_after": Unneeded("validation_steps says when"),
     "validate_after_unit": Unneeded("validation_steps says when"),
     "continue_last_backup": Unneeded("lightning fit --resume continues a run"),
@@ -126,7 +128,7 @@ RULES: dict[str, Rule] = {
     "unmasked_probability": Missing("a mask says what is learned"),
     "unmasked_weight": Missing("grey in a mask is its weight"),
     "normalize_masked_area_loss": OBJECTIVE,
-    "masked_prior_preservation_weight": OBJECTIVE,
+    "masked_prior_preservation_weight": Missing("preserve: own does it, with masks in data.init_args.mask_dir"),
     "custom_conditioning_image": Missing("conditions belong to DiffusionControlNet"),
     "layer_filter": Missing("lora_targets chooses layers by their kind"),
     "layer_filter_regex": Unneeded("belongs to layer_filter"),
@@ -138,7 +140,7 @@ RULES: dict[str, Rule] = {
     "cloud.*": Unneeded("containers/ has a SkyPilot task"),
     "secrets.*": Unneeded("tokens are read from the environment"),
     "optimizer_defaults.*": WINDOW,
-    "lora_model_name": Missing("a training begins at a new LoRA; --resume continues one"),
+    "lora_model_name": Missing("all weights are trained"),
     "lora_decompose_norm_epsilon": Unneeded("belongs to use_dora"),
     "lora_decompose_output_axis": Unneeded("belongs to use_dora"),
     "peft_type": Missing("it is no LoRA; a LoRA is trained instead"),
@@ -169,6 +171,10 @@ RULES: dict[str, Rule] = {
     "unet.*": PART,
     "transformer.*": PART,
     "prior.*": PART,
+    "text_encoder.stop_training_after": UNTIL_THE_END,
+    "text_encoder.stop_training_after_unit": UNTIL_THE_END,
+    "text_encoder_2.stop_training_after": UNTIL_THE_END,
+    "text_encoder_2.stop_training_after_unit": UNTIL_THE_END,
     "text_encoder.*": PART,
     "text_encoder_2.*": PART,
     "text_encoder_3.*": PART,
@@ -196,6 +202,45 @@ for _name in (
     "lokr_vec_trick",
 ):
     RULES[_name] = OTHER_METHOD
+IMAGES = Missing("images are cropped and mirrored only")
+TAGS = Missing("captions are shuffled and dropped as a whole")
+CONCEPT: dict[str, Rule] = {
+    "name": Unneeded("a name for people"),
+    "path": Take("data.train_data_dir"),
+    "seed": Unneeded("data.init_args.seed is that of all images"),
+    "enabled": Unneeded("this concept is trained"),
+    "include_subdirectories": Unneeded("folders below are read always"),
+    "image_variations": Missing("a cached image has one crop"),
+    "text_variations": Unneeded("captions are drawn anew each time"),
+    "loss_weight": Missing("images have one weight; prior_loss_weight is that of class images"),
+    "concept_stats": Unneeded("the data report counts"),
+    "concept_stats.*": Unneeded("the data report counts"),
+    "image.enable_resolution_override": Missing("one size is trained"),
+    "image.resolution_override": Unneeded("belongs to enable_resolution_override"),
+    "image.random_rotate_max_angle": Unneeded("belongs to enable_random_rotate"),
+    "image.random_brightness_max_strength": Unneeded("belongs to enable_random_brightness"),
+    "image.random_contrast_max_strength": Unneeded("belongs to enable_random_contrast"),
+    "image.random_saturation_max_strength": Unneeded("belongs to enable_random_saturation"),
+    "image.random_hue_max_strength": Unneeded("belongs to enable_random_hue"),
+    "image.*": IMAGES,
+    "text.prompt_path": Unneeded("belongs to prompt_source: concept"),
+    "text.tag_delimiter": Take("data.caption_separator"),
+    "text.keep_tags_count": Unneeded("belongs to enable_tag_shuffling"),
+    "text.tag_dropout_enable": TAGS,
+    "text.tag_dropout_mode": Unneeded("belongs to tag_dropout_enable"),
+    "text.tag_dropout_probability": Unneeded("belongs to tag_dropout_enable"),
+    "text.tag_dropout_special_tags_mode": Unneeded("belongs to tag_dropout_enable"),
+    "text.tag_dropout_special_tags": Unneeded("belongs to tag_dropout_enable"),
+    "text.tag_dropout_special_tags_regex": Unneeded("belongs to tag_dropout_enable"),
+    "text.caps_randomize_enable": Missing("letters stay as they are"),
+    "text.caps_randomize_mode": Unneeded("belongs to caps_randomize_enable"),
+    "text.caps_randomize_probability": Unneeded("belongs to caps_randomize_enable"),
+    "text.caps_randomize_lowercase": Unneeded("belongs to caps_randomize_enable"),
+}
+"""Keys of one concept."""
+TYPES = {"STANDARD": None, "PRIOR_PREDICTION": "data.class_data_dir", "VALIDATION": "data.validation_data_dir"}
+"""Our key of the folder by a concept's type; STANDARD images may have several folders."""
+WHOLE_KEYS = ("lokr_dim", "lora_alpha")
 LAYERS = {"attn-only": ["attention"], "attn-mlp": ["attention", "feed_forward"]}
 DISTRIBUTIONS = {"UNIFORM": "uniform", "LOGIT_NORMAL": "logit_normal", "SIGMOID": "logit_normal", "COS_MAP": "mode"}
 
@@ -217,7 +262,7 @@ def read(given: dict[str, Any], found: Imported) -> None:
         found.default("model.prediction_type", None, "the base's own")
     _take_training(keys, found)
     _take_network(keys, found)
-    _take_data(given, keys, found)
+    answered = _take_kind(keys, found) | _take_rates(keys, found) | _take_data(given, keys, found)
     destination = str(keys.get("output_model_destination") or found.path.stem)
     common.take_name(found, "output_model_destination", destination, None)
     done = {
@@ -247,11 +292,17 @@ def read(given: dict[str, Any], found: Imported) -> None:
         "transformer.weight_dtype",
         "text_encoder.train",
         "text_encoder.learning_rate",
+        "text_encoder_2.train",
+        "text_encoder_2.learning_rate",
         "unet.train",
         "transformer.train",
+        *answered,
     } | {key for key in keys if key.startswith(("optimizer.", "concepts.", "samples."))}
-    if found.is_full or keys.get("peft_type") in (None, "LORA"):
+    if found.is_full or keys.get("peft_type") in (None, "LORA", "LOKR"):
         done.add("peft_type")
+    if not found.is_full and keys.get("lora_model_name"):
+        common.take_lora_file(found, "lora_model_name", str(keys["lora_model_name"]))
+        done.add("lora_model_name")
     if found.is_full:
         done |= {key for key in keys if key.startswith("lora_")} | {"dropout_probability"}
     found.answer(keys, RULES, done)
@@ -287,7 +338,9 @@ def _take_training(keys: dict[str, Any], found: Imported) -> None:
     common.take_optimizer(found, "optimizer", given and name, kept, "ADAMW")
     common.take_schedule(found, "learning_rate_scheduler", keys.get("learning_rate_scheduler"), "constant")
     if keys.get("learning_rate_warmup_steps") is not None:
-        common.take_warmup(found, "learning_rate_warmup_steps", keys["learning_rate_warmup_steps"])
+        _take_warmup(
+            float(keys["learning_rate_warmup_steps"]), as_int(keys.get("gradient_accumulation_steps") or 1), found
+        )
     common.take_precision(found, "train_dtype", keys.get("train_dtype"), "fp16")
     if str(keys.get("ema") or "OFF") != "OFF":
         found.take("ema", "model.use_ema", True)
@@ -306,6 +359,16 @@ def _take_training(keys: dict[str, Any], found: Imported) -> None:
     if float(keys.get("huber_strength") or 0) > float(keys.get("mse_strength", 1.0) or 0):
         found.take("huber_strength", "model.loss_type", "huber")
     _take_timesteps(keys, found)
+
+
+def _take_warmup(number: float, batches: int, found: Imported) -> None:
+    """Take the warm-up, in batches, or up to 1 as a share of the steps; `batches` make one step."""
+    key = "learning_rate_warmup_steps"
+    if 0 < number <= 1:
+        common.leave_out_warmup(found, key, number)
+    else:
+        remark = f"{number:g} batches, {batches} a step" if batches > 1 and number > 0 else ""
+        found.take(key, "model.lr_warmup_steps", int(max(number, 0) / batches), remark)
 
 
 def _take_timesteps(keys: dict[str, Any], found: Imported) -> None:
@@ -333,14 +396,10 @@ def _take_network(keys: dict[str, Any], found: Imported) -> None:
     elif keys.get(f"{part}.weight_dtype") is not None:
         found.unneeded(f"{part}.weight_dtype", "base_dtype: auto follows the precision")
     for name in ("unet", "transformer"):
-        if f"{name}.train" in keys:
+        if f"{name}.train" in keys and (as_bool(keys[f"{name}.train"]) or name != _denoiser(found)):
             found.unneeded(f"{name}.train", "the denoiser is trained always")
-    if as_bool(keys.get("text_encoder.train", False)) and not found.is_full:
-        found.take("text_encoder.train", "model.train_text_encoder", True)
-        if keys.get("text_encoder.learning_rate"):
-            found.take("text_encoder.learning_rate", "model.text_encoder_lr", float(keys["text_encoder.learning_rate"]))
-    elif "text_encoder.train" in keys:
-        found.lines.append("text_encoder.train: off, as here")
+        elif f"{name}.train" in keys:
+            found.missing(f"{name}.train", "the denoiser is trained always")
     if found.is_full:
         return
     preset = str(keys.get("layer_filter_preset") or "full")
@@ -352,33 +411,108 @@ def _take_network(keys: dict[str, Any], found: Imported) -> None:
         found.default("model.lora_targets", targets)
 
 
-def _take_data(given: dict[str, Any], keys: dict[str, Any], found: Imported) -> None:
+def _denoiser(found: Imported) -> str:
+    """OneTrainer's name of the part that is the denoiser."""
+    return "transformer" if FAMILIES[str(found.family)].is_flow else "unet"
+
+
+def _take_rates(keys: dict[str, Any], found: Imported) -> set[str]:
+    """Take the rates, of which a part's own takes precedence, and the text encoders that have one; returns their keys.
+
+    A part whose rate is 0 is not trained there.
+    """
+    part, shared = f"{_denoiser(found)}.learning_rate", keys.get("learning_rate")
+    own = keys.get(part)
+    encoders = _trained_encoders(keys, found)
+    rates = {name: keys.get(f"{name}.learning_rate") for name in encoders}
+    for name in ("text_encoder", "text_encoder_2"):
+        if f"{name}.train" in keys and name not in encoders:
+            found.lines.append(f"{name}.train: off, as here")
+    if encoders and found.value("model.lora_type") == "lokr":
+        common.leave_out_text_encoders(
+            found, next((f"{name}.train" for name in encoders if f"{name}.train" in keys), None)
+        )
+        encoders = []
+    if encoders:
+        key = f"{encoders[0]}.train"
+        if key in keys:
+            found.take(key, "model.train_text_encoder", True, "all text encoders are trained")
+        else:
+            found.default("model.train_text_encoder", True)
+        given = next((name for name, rate in rates.items() if rate is not None), None)
+        if given is not None:
+            others = [name for name in encoders if name != given and rates[name] not in (None, rates[given])]
+            remark = f"the rate of all text encoders; that of {others[0]} is left out" if others else ""
+            common.take_text_encoder_rate(
+                found, f"{given}.learning_rate", float(keys[f"{given}.learning_rate"]), remark
+            )
+        elif own and shared is not None:
+            remark = f"that of the denoiser is {part}"
+            common.take_text_encoder_rate(found, "learning_rate", float(shared), remark)
+        elif own:
+            found.default("model.text_encoder_lr", 3e-6)
+    if not own:
+        if own is not None:
+            found.missing(part, "0 trains the other parts alone, and here the denoiser is trained always")
+        return {part} if own is not None else set()
+    found.take(part, "model.learning_rate", float(own))
+    if shared is not None and not any(line.startswith("learning_rate:") for line in found.lines):
+        found.unneeded("learning_rate", f"{part} takes precedence")
+    return {part, "learning_rate"}
+
+
+def _trained_encoders(keys: dict[str, Any], found: Imported) -> list[str]:
+    """Names of the text encoders that are trained with a LoRA; U-Nets' are, unless the file says otherwise."""
+    if found.is_full:
+        return []
+    family = FAMILIES[str(found.family)]
+    names = ["text_encoder", "text_encoder_2"] if found.family != "sd" else ["text_encoder"]
+    return [
+        name
+        for name in names
+        if as_bool(keys.get(f"{name}.train", family.trains_text_encoders))
+        and (keys.get(f"{name}.learning_rate") is None or float(keys[f"{name}.learning_rate"]) > 0)
+    ]
+
+
+def _take_kind(keys: dict[str, Any], found: Imported) -> set[str]:
+    """Take a LoKr's sizes; returns the keys that it used."""
+    if found.is_full or keys.get("peft_type") != "LOKR":
+        return set()
+    common.take_lokr(found, "peft_type", ("lokr_decompose_factor", keys.get("lokr_decompose_factor")))
+    used = {"lora_rank", "lokr_decompose_factor", "lokr_full_matrix", "lokr_weight_decompose"} & keys.keys()
+    if as_bool(keys.get("lokr_weight_decompose") or False):
+        found.take("lokr_weight_decompose", "model.use_dora", True)
+    dim = as_int(keys.get("lokr_dim") or 16)
+    is_whole = as_bool(keys.get("lokr_full_matrix") or False)
+    if "lora_rank" in keys:
+        found.unneeded("lora_rank", "lokr_dim is that of a LoKr")
+    if is_whole or dim >= common.WHOLE_RANK:
+        sizes = [key for key in WHOLE_KEYS if key in keys]
+        reason = "lokr_full_matrix" if is_whole else f"a lokr_dim of {dim}"
+        common.take_whole_lokr(found, sizes, f"{reason} makes the second factor whole")
+        return used | set(sizes)
+    if "lokr_dim" in keys:
+        found.take("lokr_dim", "model.rank", dim)
+        return used | {"lokr_dim"}
+    found.default("model.rank", dim)
+    return used
+
+
+def _take_data(given: dict[str, Any], keys: dict[str, Any], found: Imported) -> set[str]:
+    """Take resolution, concepts and samples; returns the keys that named a file that was read."""
     if keys.get("resolution"):
-        sides = [int(number) for number in re.findall(r"\d+", str(keys["resolution"]))]
+        sides: list[float] = [int(number) for number in re.findall(r"\d+", str(keys["resolution"]))]
         if "x" in str(keys["resolution"]) and len(sides) == 2:
-            sides = [round((sides[0] * sides[1]) ** 0.5)]
+            sides = [(sides[0] * sides[1]) ** 0.5]
         remark = f"the largest of {keys['resolution']}" if len(sides) > 1 else ""
-        found.take("resolution", "data.resolution", max(sides), remark)
+        common.take_side(found, "resolution", max(sides), remark)
+    answered: set[str] = set()
     concepts, samples = (
-        _entries(given, found, key, file)
+        _entries(given, found, key, file, answered)
         for key, file in (("concepts", "concept_file_name"), ("samples", "sample_definition_file_name"))
     )
-    enabled = [each for each in concepts if each.get("enabled", True)]
-    images = [each for each in enabled if str(each.get("type") or "STANDARD") == "STANDARD"]
-    folders = [(str(each.get("path")), max(1, round(float(each.get("balancing") or 1.0)))) for each in images]
-    common.take_folders(found, "concepts.path", folders)
-    classes = [each for each in enabled if str(each.get("type")) == "PRIOR_PREDICTION"]
-    if classes:
-        found.take("concepts.type", "data.class_data_dir", str(classes[0].get("path")))
-    for each in images[:1]:
-        image, text = each.get("image") or {}, each.get("text") or {}
-        if image.get("enable_random_flip"):
-            found.take("concepts.image.enable_random_flip", "data.random_flip", True)
-        if text.get("enable_tag_shuffling"):
-            found.take("concepts.text.enable_tag_shuffling", "data.shuffle_caption", True)
-            found.take("concepts.text.keep_tags_count", "data.keep_tokens", as_int(text.get("keep_tags_count") or 0))
-        if text.get("prompt_source") == "filename":
-            found.take("concepts.text.prompt_source", "data.missing_captions", "filename")
+    _take_concepts(concepts, keys, found, answered)
     prompts = [str(each.get("prompt")) for each in samples if each.get("enabled", True) and each.get("prompt")]
     if prompts:
         common.take_prompts(found, "samples.prompt", prompts, None)
@@ -389,14 +523,91 @@ def _take_data(given: dict[str, Any], keys: dict[str, Any], found: Imported) -> 
         ):
             if first.get(key) is not None:
                 found.take(f"samples.{key}", f"model.{place}", convert(first[key]))
+    return answered
 
 
-def _entries(given: dict[str, Any], found: Imported, key: str, file_key: str) -> list[dict[str, Any]]:
+def _take_concepts(concepts: list[dict[str, Any]], keys: dict[str, Any], found: Imported, answered: set[str]) -> None:
+    """Take the folders of the concepts by their type, and the options of the first that is trained."""
+    enabled = [each for each in concepts if each.get("enabled", True)]
+    if len(enabled) < len(concepts):
+        found.lines.append(f"concepts.enabled: {len(concepts) - len(enabled)} of {len(concepts)} are off, as here")
+    by_type = {kind: [each for each in enabled if str(each.get("type") or "STANDARD") == kind] for kind in TYPES}
+    images = by_type["STANDARD"]
+    folders = [(str(each.get("path")), _repeats(each, found)) for each in images]
+    common.take_folders(found, "concepts.path", folders, "concepts.balancing")
+    for kind, place in TYPES.items():
+        if place is None or not by_type[kind]:
+            continue
+        first = by_type[kind][0]
+        if kind == "VALIDATION" and not as_bool(keys.get("validation") or False):
+            found.unneeded("concepts.type", "VALIDATION images are not read, because validation is off")
+            continue
+        remark = f"the first of {len(by_type[kind])}" if len(by_type[kind]) > 1 else ""
+        found.take("concepts.type", place, str(first.get("path")), f"{kind}{'; ' * bool(remark)}{remark}")
+        weight = float(first.get("loss_weight", 1.0))
+        if kind == "PRIOR_PREDICTION" and weight != 1:
+            found.take(f"concepts[{concepts.index(first)}].loss_weight", "model.prior_loss_weight", weight)
+        if kind == "VALIDATION":
+            found.unneeded("validation", "data.init_args.validation_data_dir has the images of val_loss")
+            answered.add("validation")
+    if images:
+        _take_concept(images[0], keys, found)
+
+
+def _repeats(concept: dict[str, Any], found: Imported) -> int:
+    """Repeats of a concept's images in an epoch."""
+    balancing = float(concept.get("balancing") or 1.0)
+    if str(concept.get("balancing_strategy") or "REPEATS") != "REPEATS":
+        found.missing("concepts.balancing", f"{balancing:g} images an epoch; data.init_args.num_repeats repeats all")
+        return 1
+    if balancing != int(balancing):
+        found.missing("concepts.balancing", f"{balancing:g} is no whole number; data.init_args.num_repeats is one")
+    return max(1, round(balancing))
+
+
+def _take_concept(concept: dict[str, Any], keys: dict[str, Any], found: Imported) -> None:
+    image, text = concept.get("image") or {}, concept.get("text") or {}
+    if image.get("enable_random_flip"):
+        found.take("concepts.image.enable_random_flip", "data.random_flip", True)
+    if image.get("enable_crop_jitter"):
+        is_cached = as_bool(keys.get("latent_caching", True))
+        common.take_random_crop(found, "concepts.image.enable_crop_jitter", is_cached)
+    if text.get("enable_tag_shuffling"):
+        found.take("concepts.text.enable_tag_shuffling", "data.shuffle_caption", True)
+        found.take("concepts.text.keep_tags_count", "data.keep_tokens", as_int(text.get("keep_tags_count", 1) or 0))
+    source = str(text.get("prompt_source") or "sample")
+    if source == "filename":
+        found.take("concepts.text.prompt_source", "data.missing_captions", "filename")
+    elif source == "sample" and "prompt_source" in text:
+        found.unneeded("concepts.text.prompt_source", "a caption is the text file next to its image")
+    elif source != "sample":
+        found.missing(
+            "concepts.text.prompt_source",
+            f"{source}: write the lines of {text.get('prompt_path') or 'the prompt file'} into text files next to the"
+            " images",
+        )
+    given = {f"concepts.{key}": value for key, value in flat(concept).items()}
+    if float(concept.get("loss_weight", 1.0)) == 1:
+        given.pop("concepts.loss_weight", None)
+        if "loss_weight" in concept:
+            found.unneeded("concepts.loss_weight", "1 is the weight of all images")
+    rules = {f"concepts.{key}": rule for key, rule in CONCEPT.items()}
+    done = {key for key in given if any(line.startswith(f"{key}:") for line in found.lines)}
+    found.answer(given, rules, done | {f"concepts.{key}" for key in ("type", "balancing", "balancing_strategy")})
+
+
+def _entries(
+    given: dict[str, Any], found: Imported, key: str, file_key: str, answered: set[str]
+) -> list[dict[str, Any]]:
     """The entries of a list in the file, or of the JSON file that it names where that is there."""
     listed = given.get(key)
     name = given.get(file_key)
-    if listed is None and name:
+    if listed is not None and name:
+        found.unneeded(file_key, f"{key} lists them")
+        answered.add(file_key)
+    elif name:
         file = common.named_file(found, str(name))
         if file is not None:
             listed = common.read_json(file)
+            answered.add(file_key)
     return [each for each in listed or [] if isinstance(each, dict)]

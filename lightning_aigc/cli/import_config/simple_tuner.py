@@ -5,6 +5,7 @@ Source: bghira/SimpleTuner, documentation/OPTIONS.md, and simpletuner_sdk's fiel
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from lightning_aigc.cli.import_config import common
@@ -82,7 +83,7 @@ RULES: dict[str, Rule] = {
     "framerate": Missing("images have one frame"),
     "i_know_what_i_am_doing": Unneeded("nothing asks for it"),
     "deepspeed_config": Missing("lightning import-deepspeed reads its file"),
-    "disable_assistant_lora": Unneeded("distilled models are refused"),
+    "disable_assistant_lora": Unneeded("few-step bases train with training_adapter alone"),
     "sageattention_usage": Unneeded("attention is torch's own"),
     "dataloader_prefetch_qlen": Unneeded("data.init_args.num_workers"),
     "tread_config": OBJECTIVE,
@@ -185,8 +186,8 @@ RULES: dict[str, Rule] = {
     "validation_torch_compile": Missing("torch.compile is not used"),
     "num_eval_images": Missing("data.init_args.validation_split holds images out for val_loss"),
     "lora_init_type": Missing("a LoRA begins at zero"),
-    "init_lora": Missing("a training begins at a new LoRA; --resume continues one"),
-    "lycoris_config": Missing("it is no LoRA; a LoRA is trained instead"),
+    "init_lora": Missing("all weights are trained"),
+    "lycoris_config": Unneeded("lora_type is not lycoris"),
     "flux_lora_target": Missing("lora_targets chooses layers by their kind"),
     "peft_lora_target_modules": Missing("lora_targets chooses layers by their kind"),
     "controlnet": Missing("configs/controlnet_canny.yaml trains one"),
@@ -210,7 +211,7 @@ PREFIXES: dict[str, Rule] = {
     "delete_": Missing("nothing of yours is deleted"),
     "post_": Missing("no scripts are run"),
     "parquet_": Missing("captions are read from metadata.jsonl or files"),
-    "assistant_lora_": Missing("distilled models are refused; train on their base"),
+    "assistant_lora_": Unneeded("training_adapter holds the whole adapter"),
     "layersync_": OBJECTIVE,
     "nextlat_": OBJECTIVE,
     "xm_": OBJECTIVE,
@@ -255,34 +256,118 @@ PREFIXES: dict[str, Rule] = {
     "num_process": DEVICE,
 }
 """Rules of keys that begin so, where a key has none of its own."""
+CUT = Missing("resolution and buckets say how images are cut")
+SCHEDULED = Missing("images are shown from the first epoch to the last")
 BACKEND: dict[str, Rule] = {
-    "repeats": Unneeded("num_repeats says it"),
-    "resolution": Take("data.resolution", as_int),
-    "caption_column": Take("data.caption_column"),
-    "image_column": Take("data.image_column"),
+    "id": Unneeded("a name for people"),
+    "default": Unneeded("captions need no place of their own"),
+    "disabled": Unneeded("this backend is trained"),
+    "disable": Unneeded("this backend is trained"),
+    "dataset_type": Unneeded("images are read"),
     "dataset_name": Take("data.dataset_name"),
+    "split": Take("data.dataset_split"),
+    "image_column": Take("data.image_column"),
+    "caption_column": Take("data.caption_column"),
+    "streaming": Unneeded("data.init_args.dataset_name is read whole"),
+    "auth_token": HUB,
+    "resolution": Take("data.resolution", as_int),
+    "resolution_type": Unneeded("resolution is that of a square of the same area"),
+    "minimum_image_size": Missing("small images are named by the dry run"),
+    "maximum_image_size": CUT,
+    "target_downsample_size": CUT,
+    "max_upscale_threshold": CUT,
+    "minimum_aspect_ratio": CUT,
+    "maximum_aspect_ratio": CUT,
+    "crop_aspect_buckets": CUT,
+    "crop": Unneeded("images are cut to their buckets; enable_bucket: false cuts them to squares"),
+    "crop_aspect": Unneeded("enable_bucket says it"),
+    "max_num_samples": Missing("all images are trained"),
+    "train_batch_size": Take("data.train_batch_size", as_int),
+    "probability": Missing("each image is shown once an epoch, times its repeats"),
+    "timestep_sampling_offset": OBJECTIVE,
+    "slider_strength": OBJECTIVE,
+    "start_epoch": SCHEDULED,
+    "start_step": SCHEDULED,
+    "end_epoch": SCHEDULED,
+    "end_step": SCHEDULED,
+    "instance_prompt": Unneeded(
+        "prepend_instance_prompt and only_instance_prompt, which are off, put it into captions"
+    ),
+    "prepend_instance_prompt": Unneeded("trigger_word is put into captions that lack it"),
+    "only_instance_prompt": Missing("captions are read where there are some; move them away"),
+    "caption_shuffle": Missing("data.init_args.shuffle_caption shuffles the parts of captions"),
+    "caption_filter_list": Missing("captions stay as they are"),
+    "disable_multiline_split": Unneeded("a caption file is one caption"),
+    "conditioning": CONTROL,
+    "conditioning_config": CONTROL,
+    "conditioning_data": CONTROL,
+    "conditioning_type": CONTROL,
+    "source_dataset_id": CONTROL,
+    "parquet": Missing("captions are read from metadata.jsonl or files"),
+    "metadata_backend": CACHE,
+    "metadata_update_interval": CACHE,
+    "hash_filenames": CACHE,
+    "shorten_filenames": CACHE,
+    "skip_file_discovery": CACHE,
+    "preserve_data_backend_cache": CACHE,
+    "compress_cache": CACHE,
+    "write_batch_size": CACHE,
+    "text_encoder_batch_size": CACHE,
+    "text_embeds": CACHE,
+    "image_embeds": CACHE,
+    "conditioning_image_embeds": CACHE,
+    "delete_nsfw_images": Missing("nothing of yours is deleted"),
+    "delete_unwanted_images": Missing("nothing of yours is deleted"),
+    "delete_problematic_images": Missing("nothing of yours is deleted"),
+    "disable_validation": Unneeded("validation_split is 0"),
+    "huggingface": Unneeded("its dataset_name and columns are read"),
+    "is_i2v": Missing("images have one frame"),
 }
+"""Keys of one data backend."""
+BACKEND_PREFIXES: dict[str, Rule] = {
+    "cache_": CACHE,
+    "vae_": CACHE,
+    "text_cache_": CACHE,
+    "aws_": Missing("copy the images here, or stream shards (docs/data.md)"),
+    "csv_": Missing("captions are read from captions.csv, and images from files"),
+    "webshart": Missing("lightning encode writes shards (docs/data.md)"),
+    "video": Missing("images have one frame"),
+    "audio": Missing("images have no sound"),
+}
+TEXTS = (
+    "revision",
+    "variant",
+    "model_flavour",
+    "model_type",
+    "instance_prompt",
+    "validation_prompt",
+    "output_dir",
+    "data_backend_config",
+    "pretrained_model_name_or_path",
+    "resume_from_checkpoint",
+)
+"""Keys whose values stay texts, also where they look like a number."""
+FEW_STEPS = {
+    ("flux", "schnell"): ("black-forest-labs/FLUX.1-schnell", common.ADAPTER_FILE),
+    ("z-image", "turbo"): ("Tongyi-MAI/Z-Image-Turbo", "zimage_turbo_training_adapter_v1.safetensors"),
+    ("z-image", "turbo-ostris-v2"): ("Tongyi-MAI/Z-Image-Turbo", "zimage_turbo_training_adapter_v2.safetensors"),
+}
+"""Base of a few-step flavour, and its adapter's file, by family and flavour."""
 
 
 def read(given: dict[str, Any], found: Imported) -> None:
     """Take all keys of the file, and those of the data backend file that it names where that is there."""
-    keys = {str(key).removeprefix("--"): _value(value) for key, value in given.items()}
-    family = keys.get("model_family")
-    flavour = str(keys.get("model_flavour") or "")
-    if flavour == "turbo" or flavour.endswith("schnell"):
-        found.missing("model_flavour", f"{flavour} is distilled; its base is trained instead")
-    common.take_base(
-        found,
-        "pretrained_model_name_or_path",
-        keys.get("pretrained_model_name_or_path"),
-        str(family) if family else None,
-    )
-    _take_kind(keys, found)
+    names = {str(key).removeprefix("--"): value for key, value in given.items()}
+    keys = {key: value if key in TEXTS else _value(value) for key, value in names.items()}
+    _take_base(keys, found)
+    answered = _take_kind(keys, found)
     common.take_optimizer(found, "optimizer", keys.get("optimizer"), _optimizer_options(keys), "adamw_bf16")
     common.take_schedule(found, "lr_scheduler", keys.get("lr_scheduler"), "constant_with_warmup")
     common.take_precision(found, "mixed_precision", keys.get("mixed_precision"), "bf16")
     if keys.get("max_train_steps"):
         found.take("max_train_steps", "model.max_train_steps", as_int(keys["max_train_steps"]))
+    elif not keys.get("num_train_epochs"):
+        found.default("trainer.max_epochs", 1)
     if keys.get("lr_warmup_steps"):
         common.take_warmup(found, "lr_warmup_steps", keys["lr_warmup_steps"])
     kind = common.quantization_of(str(keys.get("base_model_precision") or ""))
@@ -296,10 +381,13 @@ def read(given: dict[str, Any], found: Imported) -> None:
     if keys.get("validation_prompt"):
         common.take_prompts(found, "validation_prompt", [keys["validation_prompt"]], None)
     if keys.get("validation_resolution"):
-        side = as_int(str(keys["validation_resolution"]).partition(",")[0].casefold().partition("x")[0])
-        found.take("validation_resolution", "model.sample_resolution", side)
+        side = float(str(keys["validation_resolution"]).partition(",")[0].casefold().partition("x")[0])
+        common.take_side(found, "validation_resolution", side, place="model.sample_resolution")
     if keys.get("resolution"):
-        found.take("resolution", "data.resolution", _side(keys["resolution"], str(keys.get("resolution_type") or "")))
+        common.take_side(found, "resolution", _side(keys["resolution"], str(keys.get("resolution_type") or "")))
+    if keys.get("text_encoder_lr") == 0:
+        common.take_text_encoder_rate(found, "text_encoder_lr", 0.0)
+        answered |= {"text_encoder_lr", "train_text_encoder"}
     if keys.get("num_train_epochs") == 0:
         keys.pop("num_train_epochs")
         found.lines.append("num_train_epochs: off: max_train_steps ends the run")
@@ -335,6 +423,8 @@ def read(given: dict[str, Any], found: Imported) -> None:
         "optimizer_beta2",
         "prediction_type",
         "loss_type",
+        "assistant_lora_path",
+        *answered,
     }
     prefixed = {
         key: next(rule for start, rule in PREFIXES.items() if key.startswith(start))
@@ -352,9 +442,34 @@ def read(given: dict[str, Any], found: Imported) -> None:
         found.default(place, value)
 
 
+def _take_base(keys: dict[str, Any], found: Imported) -> None:
+    """Take the base, which a few-step flavour with an adapter has of its own."""
+    family = str(keys["model_family"]) if keys.get("model_family") else None
+    flavour = str(keys.get("model_flavour") or "")
+    base, path = keys.get("pretrained_model_name_or_path"), keys.get("assistant_lora_path")
+    is_few_steps = flavour.startswith("turbo") or flavour.endswith("schnell")
+    adapter = None
+    if path and str(keys.get("model_type") or "full") != "full" and not keys.get("disable_assistant_lora"):
+        flavours_base, file = FEW_STEPS.get((family or "", flavour), (None, None))
+        name = str(keys.get("assistant_lora_weight_name") or file or "")
+        is_repository = str(path).count("/") == 1 and not str(path).endswith(".safetensors")
+        adapter = ("assistant_lora_path", f"{path}/{name}" if is_repository and name else str(path))
+        base = base or flavours_base
+    elif path:
+        found.unneeded("assistant_lora_path", "disable_assistant_lora is set, or all weights are trained")
+    elif is_few_steps:
+        found.missing("model_flavour", f"{flavour} is distilled; its base is trained instead")
+    common.take_base(found, "pretrained_model_name_or_path", base, family, adapter)
+
+
 def _value(value: Any) -> Any:
-    """A value that the file may write as text: true, 0.1."""
-    return {"true": True, "false": False}.get(value.casefold(), value) if isinstance(value, str) else value
+    """A value that the file may write as text: true, 0.1, 1e-4."""
+    if not isinstance(value, str):
+        return value
+    if re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", value, flags=re.IGNORECASE):
+        number = float(value)
+        return int(number) if number == int(number) and re.fullmatch(r"\s*[-+]?\d+\s*", value) else number
+    return {"true": True, "false": False}.get(value.casefold(), value)
 
 
 def _side(value: Any, kind: str) -> int:
@@ -363,19 +478,67 @@ def _side(value: Any, kind: str) -> int:
     return round(number**0.5 * 1000 / 64) * 64 if kind == "area" or number < 16 else as_int(number)
 
 
-def _take_kind(keys: dict[str, Any], found: Imported) -> None:
+def _take_kind(keys: dict[str, Any], found: Imported) -> set[str]:
+    """Take the adapter's kind and sizes, and the file to begin with; returns the keys that it used."""
     kind = str(keys.get("model_type") or "full")
     found.is_full = kind == "full"
     if found.is_full:
-        return
-    if str(keys.get("lora_type") or "standard") != "standard":
+        return set()
+    answered: set[str] = set()
+    if keys.get("init_lora"):
+        common.take_lora_file(found, "init_lora", str(keys["init_lora"]))
+        answered.add("init_lora")
+    found.values["model.lora_targets"] = (["attention"], "the layers that SimpleTuner adapts")
+    if str(keys.get("lora_type") or "standard") == "lycoris":
+        if _take_lycoris(keys, found):
+            for key in ("lora_rank", "lora_alpha"):
+                if key in keys:
+                    found.unneeded(key, "lycoris_config has the sizes")
+            return answered | {"lycoris_config"}
+        answered.add("lycoris_config")
+    elif str(keys.get("lora_type") or "standard") != "standard":
         found.missing("lora_type", f"{keys['lora_type']} is no plain LoRA; a LoRA is trained instead")
     if keys.get("lora_rank"):
         found.take("lora_rank", "model.rank", as_int(keys["lora_rank"]))
     found.default("model.rank", 16)
     if keys.get("lora_alpha"):
         found.take("lora_alpha", "model.lora_alpha", float(keys["lora_alpha"]))
-    found.values["model.lora_targets"] = (["attention"], "the layers that SimpleTuner adapts")
+    return answered
+
+
+def _take_lycoris(keys: dict[str, Any], found: Imported) -> bool:
+    """Take the sizes of LyCORIS' LoKr, or of its LoRA, from the file that lycoris_config names; False for no file."""
+    name = str(keys.get("lycoris_config") or "")
+    file = common.named_file(found, name) if name else None
+    if file is None:
+        found.missing("lycoris_config", f"{name or 'its file'} is not there; a LoRA is trained instead, or copy it")
+        return False
+    given = common.read_json(file)
+    algorithm, dim = str(given.get("algo") or "lora").casefold(), as_int(given.get("linear_dim") or 16)
+    preset = given.get("apply_preset")
+    modules = " ".join(map(str, preset.get("target_module") or [])) if isinstance(preset, dict) else ""
+    kinds = {"Attention": "attention", "FeedForward": "feed_forward", "Transformer": "feed_forward"}
+    targets = list(dict.fromkeys(ours for mark, ours in kinds.items() if mark in modules))
+    targets = targets if "Transformer" not in modules else ["attention", "feed_forward"]
+    targets = targets or ["attention", "feed_forward", "convolutions"]
+    found.take("lycoris_config.apply_preset", "model.lora_targets", targets)
+    if isinstance(preset, dict) and preset.get("module_algo_map"):
+        found.missing("lycoris_config.module_algo_map", "factor and sizes are those of all layers")
+    is_whole = as_bool(given.get("full_matrix") or False)
+    if algorithm == "lokr":
+        common.take_lokr(found, "lycoris_config.algo", ("lycoris_config.factor", given.get("factor")))
+        if is_whole or dim >= common.WHOLE_RANK:
+            reason = "full_matrix" if is_whole else f"a linear_dim of {dim}"
+            sizes = [f"lycoris_config.{key}" for key in ("linear_dim", "linear_alpha") if key in given]
+            common.take_whole_lokr(found, sizes, f"{reason} makes the second factor whole")
+            return True
+    elif algorithm not in ("lora", "locon"):
+        found.missing("lycoris_config.algo", f"{algorithm} is neither lora nor lokr; a LoRA is trained instead")
+        dim = 16 if dim >= common.WHOLE_RANK else dim
+    found.take("lycoris_config.linear_dim", "model.rank", dim)
+    if given.get("linear_alpha") is not None:
+        found.take("lycoris_config.linear_alpha", "model.lora_alpha", float(given["linear_alpha"]))
+    return True
 
 
 def _optimizer_options(keys: dict[str, Any]) -> dict[str, Any]:
@@ -420,27 +583,80 @@ def _take_backend(name: Any, found: Imported) -> None:
         for each in backends
         if isinstance(each, dict) and each.get("dataset_type", "image") == "image" and not each.get("disabled")
     ]
-    local = [each for each in images if each.get("instance_data_dir")]
+    classes = [each for each in images if _is_class(each)]
+    own = [each for each in images if not _is_class(each)]
+    local = [each for each in own if each.get("instance_data_dir")]
     repeats = [as_int(each.get("repeats") or 0) + 1 for each in local]  # SimpleTuner counts what comes on top
-    common.take_folders(
-        found,
-        "instance_data_dir",
-        [(str(each["instance_data_dir"]), count) for each, count in zip(local, repeats, strict=True)],
-    )
-    for each in images[:1]:
-        if each.get("resolution"):
-            side = _side(each["resolution"], str(each.get("resolution_type") or ""))
-            found.take("data_backend.resolution", "data.resolution", side)
-        if each.get("instance_prompt") and (each.get("only_instance_prompt") or each.get("prepend_instance_prompt")):
-            found.take("data_backend.instance_prompt", "data.trigger_word", each["instance_prompt"])
-        strategy = each.get("caption_strategy")
-        if strategy in ("filename", "instanceprompt"):
-            how = "filename" if strategy == "filename" else "trigger"
-            if how == "filename" or found.value("data.trigger_word"):
-                found.take("data_backend.caption_strategy", "data.missing_captions", how)
-        if each.get("crop") and each.get("crop_aspect", "square") == "square":
-            found.take("data_backend.crop_aspect", "data.enable_bucket", False)
-        if each.get("type") not in (None, "local"):
+    folders = [(str(each["instance_data_dir"]), count) for each, count in zip(local, repeats, strict=True)]
+    common.take_folders(found, "instance_data_dir", folders, "data_backend.repeats")
+    if classes:
+        remark = f"the first of {len(classes)}" if len(classes) > 1 else ""
+        place = classes[0].get("instance_data_dir")
+        if place:
+            found.take("data_backend.is_regularisation_data", "data.class_data_dir", str(place), remark)
+        else:
+            found.missing("data_backend.is_regularisation_data", "data.init_args.class_data_dir is a folder; copy them")
+        if as_int(classes[0].get("repeats") or 0):
             found.missing(
-                "data_backend.type", f"{each['type']}: set data.init_args.dataset_name, or copy the images here"
+                f"data_backend[{backends.index(classes[0])}].repeats",
+                "data.init_args.prior_ratio is the number of class images for each of yours",
             )
+    for each in own[:1]:
+        _take_options(each, found)
+
+
+def _is_class(backend: dict[str, Any]) -> bool:
+    """Whether a backend has images that hold what the base does; the key is spelt in two ways."""
+    spellings = ("is_regularisation_data", "is_regularization_data")
+    return any(as_bool(backend.get(key) or False) for key in spellings)
+
+
+def _take_options(backend: dict[str, Any], found: Imported) -> None:
+    """Take the options of the backend whose images are trained, with a line for each."""
+    if backend.get("resolution"):
+        side = _side(backend["resolution"], str(backend.get("resolution_type") or ""))
+        common.take_side(found, "data_backend.resolution", side)
+    puts_prompt = [key for key in ("only_instance_prompt", "prepend_instance_prompt") if backend.get(key)]
+    if backend.get("instance_prompt") and (puts_prompt or backend.get("caption_strategy") == "instanceprompt"):
+        found.take("data_backend.instance_prompt", "data.trigger_word", backend["instance_prompt"])
+    strategy = backend.get("caption_strategy")
+    if strategy in ("filename", "instanceprompt"):
+        how = "filename" if strategy == "filename" else "trigger"
+        if how == "filename" or found.value("data.trigger_word"):
+            found.take("data_backend.caption_strategy", "data.missing_captions", how)
+    elif strategy == "textfile":
+        found.unneeded("data_backend.caption_strategy", "a caption is the text file next to its image")
+    elif strategy is not None:
+        found.missing(
+            "data_backend.caption_strategy", f"{strategy}: captions are metadata.jsonl, captions.csv or files"
+        )
+    if backend.get("crop"):
+        if backend.get("crop_aspect", "square") == "square":
+            found.take("data_backend.crop_aspect", "data.enable_bucket", False)
+        if backend.get("crop_style") == "random":
+            common.take_random_crop(found, "data_backend.crop_style", True)
+        elif backend.get("crop_style") not in (None, "center"):
+            found.missing("data_backend.crop_style", f"{backend['crop_style']}: images are cut in the middle")
+    block = backend.get("huggingface")
+    options = {f"data_backend.{key}": value for key, value in backend.items()}
+    if isinstance(block, dict):
+        names = ("dataset_name", "split", "image_column", "caption_column")
+        options |= {f"data_backend.{key}": block[key] for key in names if block.get(key)}
+    if options.get("data_backend.dataset_name") and found.value("data.train_data_dir") is None:
+        found.values["data.train_data_dir"] = (None, "dataset_name names the images")
+    if backend.get("type") in (None, "local", "huggingface"):
+        options.pop("data_backend.type", None)
+    else:
+        found.missing(
+            "data_backend.type", f"{backend['type']}: copy the images here, or set data.init_args.dataset_name"
+        )
+    rules = {f"data_backend.{key}": rule for key, rule in BACKEND.items()}
+    for key in options:
+        of_start = (rule for start, rule in BACKEND_PREFIXES.items() if key.startswith(f"data_backend.{start}"))
+        if key not in rules and (rule := next(of_start, None)) is not None:
+            rules[key] = rule
+    if float(backend.get("probability") or 1) == 1:
+        rules["data_backend.probability"] = Unneeded("1 shows each image once an epoch, times its repeats")
+    done = {key for key in options if any(line.startswith(f"{key}:") for line in found.lines)}
+    unsaid = ("instance_data_dir", "repeats", "type", "crop_style", "caption_strategy", "is_regularisation_data")
+    found.answer(options, rules, done | {f"data_backend.{key}" for key in (*unsaid, "is_regularization_data")})

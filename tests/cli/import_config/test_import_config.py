@@ -120,7 +120,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "model.train_text_encoder": True,
         "model.text_encoder_lr": 5e-5,
         "model.lr_scheduler": "linear",
-        "model.lr_warmup_steps": 50,
+        "model.lr_warmup_steps": 25,  # 50 batches, 2 a step
         "model.max_train_steps": None,
         "model.snr_gamma": 4.0,
         "model.noise_offset": 0.05,
@@ -323,7 +323,8 @@ def minimal(program: str, family: str) -> dict[str, Any]:
     """A short config of a program that trains a family's base."""
     base = BASES[family]
     if program == "ai-toolkit":
-        process = {"network": {"type": "lora"}, "model": {"name_or_path": base}, "train": {"timestep_type": "sigmoid"}}
+        process: dict[str, Any] = {"network": {"type": "lora"}, "model": {"name_or_path": base}}
+        process["train"] = {"timestep_type": "sigmoid"}
         if FAMILIES[family].needs_sources:
             process["datasets"] = [{"folder_path": "after", "control_path": "before"}]
         return {"job": "extension", "config": {"name": "x", "process": [process]}}
