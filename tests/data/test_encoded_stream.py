@@ -432,6 +432,13 @@ def test_the_command_encodes_and_a_config_trains_on_the_shards(
             main([*command, *changes])
         assert end.value.code == 1
         assert re.search(said, capsys.readouterr().err)
+    base: Any = model["init_args"]
+    of_control = {"class_path": "DiffusionControlNet", "init_args": {**base, "rank": None}}
+    config.write_text(yaml.safe_dump({"model": of_control, "trainer": trainer, "data": data}))
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    assert end.value.code == 1
+    assert "a ControlNet makes or reads a condition for each image" in capsys.readouterr().err
     streamed = {
         "class_path": "EncodedImageData",
         "init_args": {"shards_dir": str(tmp_path / "shards"), "num_workers": 0},
