@@ -379,6 +379,13 @@ def take_lokr(found: Imported, key: str, factor: tuple[str, Any]) -> None:
         (found.notes if value is None else found.lines).append(text if value is None else f"{factor_key}: {text}")
 
 
+def reason_of_whole(full_key: str, *, is_full: bool, rank_key: str, rank: int) -> str | None:
+    """The reason for which a LoKr's second factor is whole in all layers; None where it may be split."""
+    if not is_full and rank < WHOLE_RANK:
+        return None
+    return f"{full_key if is_full else f'a {rank_key} of {rank}'} makes the second factor whole"
+
+
 def take_whole_lokr(found: Imported, keys: Sequence[str], reason: str) -> None:
     """Take a LoKr whose second factor is whole in all layers; `keys` are those of rank and alpha in the file."""
     found.values["model.rank"] = (10000, reason)

@@ -475,13 +475,13 @@ def _take_lycoris(module: str, keys: dict[str, Any], options: dict[str, Any], fo
     dim = as_int(keys.get("network_dim") or 4)
     if algorithm == "lokr":
         common.take_lokr(found, "network_args.algo", ("network_args.factor", options.get("factor")))
-        is_whole = as_bool(options.get("full_matrix") or False)
-        if is_whole or dim >= common.WHOLE_RANK:
+        is_full = as_bool(options.get("full_matrix") or False)
+        reason = common.reason_of_whole("full_matrix", is_full=is_full, rank_key="network_dim", rank=dim)
+        if reason is not None:
             used = [key for key in ("network_dim", "network_alpha") if key in keys]
-            reason = "full_matrix" if is_whole else f"a network_dim of {dim}"
-            if is_whole:
+            if is_full:
                 found.unneeded("network_args.full_matrix", "model.init_args.rank: 10000 makes the second factor whole")
-            common.take_whole_lokr(found, used, f"{reason} makes the second factor whole")
+            common.take_whole_lokr(found, used, reason)
             answered |= set(used)
     elif algorithm not in ("lora", "locon"):
         found.missing("network_args.algo", f"{algorithm} is neither lora nor lokr; a LoRA is trained instead")

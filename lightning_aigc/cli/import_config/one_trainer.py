@@ -484,13 +484,13 @@ def _take_kind(keys: dict[str, Any], found: Imported) -> set[str]:
     if as_bool(keys.get("lokr_weight_decompose") or False):
         found.take("lokr_weight_decompose", "model.use_dora", True)
     dim = as_int(keys.get("lokr_dim") or 16)
-    is_whole = as_bool(keys.get("lokr_full_matrix") or False)
+    is_full = as_bool(keys.get("lokr_full_matrix") or False)
+    reason = common.reason_of_whole("lokr_full_matrix", is_full=is_full, rank_key="lokr_dim", rank=dim)
     if "lora_rank" in keys:
         found.unneeded("lora_rank", "lokr_dim is that of a LoKr")
-    if is_whole or dim >= common.WHOLE_RANK:
+    if reason is not None:
         sizes = [key for key in WHOLE_KEYS if key in keys]
-        reason = "lokr_full_matrix" if is_whole else f"a lokr_dim of {dim}"
-        common.take_whole_lokr(found, sizes, f"{reason} makes the second factor whole")
+        common.take_whole_lokr(found, sizes, reason)
         return used | set(sizes)
     if "lokr_dim" in keys:
         found.take("lokr_dim", "model.rank", dim)

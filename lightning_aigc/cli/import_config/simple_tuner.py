@@ -524,13 +524,13 @@ def _take_lycoris(keys: dict[str, Any], found: Imported) -> bool:
     found.take("lycoris_config.apply_preset", "model.lora_targets", targets)
     if isinstance(preset, dict) and preset.get("module_algo_map"):
         found.missing("lycoris_config.module_algo_map", "factor and sizes are those of all layers")
-    is_whole = as_bool(given.get("full_matrix") or False)
+    is_full = as_bool(given.get("full_matrix") or False)
     if algorithm == "lokr":
         common.take_lokr(found, "lycoris_config.algo", ("lycoris_config.factor", given.get("factor")))
-        if is_whole or dim >= common.WHOLE_RANK:
-            reason = "full_matrix" if is_whole else f"a linear_dim of {dim}"
+        reason = common.reason_of_whole("full_matrix", is_full=is_full, rank_key="linear_dim", rank=dim)
+        if reason is not None:
             sizes = [f"lycoris_config.{key}" for key in ("linear_dim", "linear_alpha") if key in given]
-            common.take_whole_lokr(found, sizes, f"{reason} makes the second factor whole")
+            common.take_whole_lokr(found, sizes, reason)
             return True
     elif algorithm not in ("lora", "locon"):
         found.missing("lycoris_config.algo", f"{algorithm} is neither lora nor lokr; a LoRA is trained instead")

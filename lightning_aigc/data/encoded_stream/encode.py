@@ -15,6 +15,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,7 +59,17 @@ class PlannedShard:
     height: int
     number: int
     samples: Sequence[Sample]
-    made_of: str
+    shared: list[Any]
+    """Inputs that decide the bytes of every shard."""
+
+    @cached_property
+    def made_of(self) -> str:
+        """A digest of all that decides its bytes; it reads the masks, so a rank asks its own shards alone."""
+        own = [
+            [s.content_sha256, s.name, s.caption, s.original_size, dataclasses.astuple(s.placement), _mask_sha256(s)]
+            for s in self.samples
+        ]
+        return hashlib.sha256(json.dumps([self.shared, own], sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
@@ -101,8 +112,7 @@ def plan_shards(encoder: Encoder, samples: Sequence[Sample], options: EncodeOpti
     for (width, height), found in sorted(by_bucket.items()):
         found.sort(key=lambda sample: (sample.content_sha256, sample.name))
         for number, start in enumerate(range(0, len(found), size)):
-            some = found[start : start + size]
-            planned.append(PlannedShard(width, height, number, some, _made_of(some, shared)))
+            planned.append(PlannedShard(width, height, number, found[start : start + size], shared))
     return planned
 
 
@@ -110,15 +120,6 @@ def _shared_inputs(encoder: Encoder, options: EncodeOptions) -> list[Any]:
     """All that decides the bytes of every entry."""
     flags = [options.flips, options.has_masks, options.use_alpha_mask, str(options.latents_dtype)]
     return [FORMAT, encoder.encoder_identity(), flags]
-
-
-def _made_of(samples: Sequence[Sample], shared: list[Any]) -> str:
-    """A digest of all that decides a shard's bytes."""
-    own = [
-        [s.content_sha256, s.name, s.caption, s.original_size, dataclasses.astuple(s.placement), _mask_sha256(s)]
-        for s in samples
-    ]
-    return hashlib.sha256(json.dumps([shared, own], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _mask_sha256(sample: Sample) -> str | None:

@@ -24,7 +24,7 @@ from lightning_aigc.diffusion.lora.metadata import serialize, write_atomically
 from lightning_aigc.diffusion.pipeline.loading import PIPELINES, quiet_local_loading
 from lightning_aigc.diffusion.pipeline.saved_schedule import merged_scheduler
 from lightning_aigc.diffusion.pipeline.saving import DTYPES, load_in_float32, save_single_file
-from lightning_aigc.diffusion.pipeline.single_file import family_of_checkpoint, load_single_file
+from lightning_aigc.diffusion.pipeline.single_file import load_single_file
 from lightning_aigc.diffusion.pipeline.single_file_names import UNET, VAE
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
@@ -97,8 +97,7 @@ def _load(source: Path) -> Any:
     try:
         with quiet_local_loading(True):
             if source.is_file():
-                dtypes = dict.fromkeys(("unet", "vae"), torch.float32)
-                return load_single_file(source, family_of_checkpoint(source), dtypes)
+                return load_single_file(source, dict.fromkeys(("unet", "vae"), torch.float32))
             absent = _absent_parts(source)
             return DiffusionPipeline.from_pretrained(source, local_files_only=True, dtype=torch.float32, **absent)
     except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_aigc.diffusion.families import FAMILIES
-from lightning_aigc.diffusion.pipeline.single_file import configs_of
+from lightning_aigc.diffusion.pipeline.single_file import configs_of, type_of_checkpoint
 from lightning_aigc.embedded import resolve
 
 
@@ -19,7 +19,7 @@ def count_tokens(source: str, revision: str | None, captions: Sequence[str]) -> 
     if not path.is_file():
         return _count(str(path) if path.is_dir() else source, revision, captions)
     try:
-        with configs_of(path) as folder:
+        with configs_of(type_of_checkpoint(path)) as folder:
             return None if folder is None else _count(str(folder), None, captions)
     except Exception:  # a file that is no checkpoint; loading the model says what is wrong
         return None

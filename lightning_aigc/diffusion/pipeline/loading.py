@@ -145,7 +145,7 @@ def _load(
 ) -> Components:
     if path.is_file():
         check_channels(family, name_or_path, *channels_of_checkpoint(path))
-        pipeline = load_single_file(path, family, dtypes)
+        pipeline = load_single_file(path, dtypes)
     else:
         known = (*family.folders, *family.optional_folders)
         left_out = () if only is None else EXCLUDED_FOLDERS[only]

@@ -129,42 +129,44 @@ def type_of_checkpoint(path: Path) -> str:
 
 def family_of_checkpoint(path: Path) -> Family:
     """The family of a single-file checkpoint. Raises: ModelError for one that holds no U-Net."""
-    return FAMILIES[family_name(type_of_checkpoint(path))]
+    return family_of_type(type_of_checkpoint(path))
 
 
 @contextlib.contextmanager
-def configs_of(path: Path) -> Iterator[Path | None]:
-    """A temporary pipeline folder without weights for a single file; None for a type that `CONFIGS` has not."""
-    kind = type_of_checkpoint(path)
+def configs_of(kind: str) -> Iterator[Path | None]:
+    """A temporary pipeline folder without weights for a type of checkpoint; None for one that `CONFIGS` has not."""
     if kind not in CONFIGS:
         yield None
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_configs(kind, FAMILIES[family_name(kind)], Path(folder))
+        write_configs(kind, Path(folder))
         yield Path(folder)
 
 
-def family_name(kind: str) -> str:
-    """The name of the family of diffusers' type of a U-Net's checkpoint."""
-    return "sdxl" if kind.startswith("xl") else "sd"
+def family_of_type(kind: str) -> Family:
+    """The family of diffusers' type of a U-Net's checkpoint."""
+    return FAMILIES["sdxl" if kind.startswith("xl") else "sd"]
 
 
-def load_single_file(path: Path, family: Family, dtypes: Mapping[str, torch.dtype]) -> Any:
+def load_single_file(path: Path, dtypes: Mapping[str, torch.dtype]) -> Any:
     """A pipeline with the file's weights, the VAE in `dtypes["vae"]` and the rest in `dtypes["unet"]`.
 
     The configs of other types than `CONFIGS` has, such as Playground's, come from the hub.
     """
-    with configs_of(path) as folder:
+    kind = type_of_checkpoint(path)
+    pipeline_class = getattr(diffusers, family_of_type(kind).pipeline)
+    with configs_of(kind) as folder:
         options = {} if folder is None else {"config": str(folder), "local_files_only": True}
-        pipeline = getattr(diffusers, family.pipeline).from_single_file(str(path), dtype=dtypes["unet"], **options)
+        pipeline = pipeline_class.from_single_file(str(path), dtype=dtypes["unet"], **options)
     pipeline.vae.to(dtype=dtypes["vae"])
     scheduler = pipeline.scheduler
     pipeline.register_modules(scheduler=scheduler.from_config(scheduler.config, **of_single_file(path)))
     return pipeline
 
 
-def write_configs(kind: str, family: Family, folder: Path) -> None:
+def write_configs(kind: str, folder: Path) -> None:
     """Write a pipeline's folder without weights."""
+    family = family_of_type(kind)
     index: dict[str, Any] = {"_class_name": family.pipeline, "feature_extractor": [None, None]}
     if family.name == "sdxl":
         index |= {"image_encoder": [None, None], "force_zeros_for_empty_prompt": True}

@@ -150,6 +150,7 @@ class DiffusionTraining(LightningModule):
         family = check_source(source, method.families, method.hint, takes_distilled=method.takes_distilled)
         self.build_lr_scheduler = optimization.read_scheduler(lr_scheduler)  # before weights are read
         method.check(self.settings, family)
+        self._found_family = family
         if family is not None:
             self._check_settings(family)
         for no_images in ("You defined a `validation_step` but have no `val_dataloader`", "Total length of `list`"):
@@ -354,11 +355,14 @@ class DiffusionTraining(LightningModule):
         return text
 
     def _family(self) -> Family:
-        if self.components is not None:
-            return self.components.family
-        settings, method = self.settings, self.method
-        source, takes = settings.pretrained_model_name_or_path, method.takes_distilled
-        return find_family(source, method.families, settings.revision, method.hint, takes_distilled=takes)
+        """The base's family, read once: a single file is slow to tell it, and a hub id asks the hub."""
+        if self._found_family is None:
+            settings, method = self.settings, self.method
+            source, takes = settings.pretrained_model_name_or_path, method.takes_distilled
+            self._found_family = find_family(
+                source, method.families, settings.revision, method.hint, takes_distilled=takes
+            )
+        return self._found_family
 
     def frozen_dtype(self) -> torch.dtype:
         """Dtype of the frozen denoiser and text encoders, from `base_dtype`."""

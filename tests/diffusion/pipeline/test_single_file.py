@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fakes.runs.seeded_fits import fit, same
 from lightning_aigc.diffusion import DiffusionControlNet, DiffusionFineTuning, DiffusionLoRA
-from lightning_aigc.diffusion.families import FAMILIES, Components, Family
+from lightning_aigc.diffusion.families import FAMILIES, Components
 from lightning_aigc.diffusion.lora.file import save_lora
 from lightning_aigc.diffusion.lora.merge import _stored_dtype, merge_into_pipeline
 from lightning_aigc.diffusion.pipeline import single_file
@@ -44,7 +44,7 @@ QUICK: dict[str, Any] = {"num_inference_steps": 2, "learning_rate": 1e-3, "max_t
 
 def modules(kind: str, folder: Path) -> dict[str, nn.Module]:
     """The networks of a type, without memory."""
-    single_file.write_configs(kind, FAMILIES[KINDS[kind]], folder)
+    single_file.write_configs(kind, folder)
     made: dict[str, nn.Module] = {}
     for name, (class_name, _) in single_file.CONFIGS[kind].items():
         if (folder / name / "config.json").is_file():
@@ -67,7 +67,7 @@ def test_the_networks_of_the_configs_have_the_published_models_parameters(kind: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokenizers_are_clips(kind: str, tmp_path: Path) -> None:
     """The numbers are those of openai/clip-vit-large-patch14; the padding differs by model."""
-    single_file.write_configs(kind, FAMILIES[KINDS[kind]], tmp_path)
+    single_file.write_configs(kind, tmp_path)
     for folder, padding in {"tokenizer": 0 if kind == "v2" else 49407, "tokenizer_2": 0}.items():
         if (tmp_path / folder).is_dir():
             tokenizer = transformers.CLIPTokenizer.from_pretrained(tmp_path / folder)
@@ -88,8 +88,8 @@ def tiny_file(sd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     }  # fmt: skip
     save_file(load_file(path) | old, path)
 
-    def write_tiny_configs(kind: str, family: Family, folder: Path) -> None:
-        assert kind == "v1" and family.name == "sd"
+    def write_tiny_configs(kind: str, folder: Path) -> None:
+        assert kind == "v1" and single_file.family_of_type(kind).name == "sd"
         shutil.copytree(sd, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
 
     monkeypatch.setattr(single_file, "write_configs", write_tiny_configs)
