@@ -82,10 +82,9 @@ check: $(READY)  ## lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check-systems: $(READY)  ## types as on Windows and macOS, and text files without an encoding, which Windows reads in its own
+check-systems: $(READY)  ## types as on Windows and macOS
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 lightning_aigc kernels/lightning_aigc_kernels
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin lightning_aigc kernels/lightning_aigc_kernels
-	$(BIN)/ruff check --preview --select PLW1514 .
 
 docs: $(READY)  ## the docs as a site in build/site; fails at a link that leads nowhere
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site

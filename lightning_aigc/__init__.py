@@ -27,7 +27,7 @@ def _register(package: str) -> None:
     from lightning_aigc import _lightning
 
     if _lightning.package() == package:
-        import lightning_aigc.accelerators
+        import lightning_aigc.accelerators  # noqa: F401
         import lightning_aigc.strategies  # noqa: F401
     else:
         from lightning_aigc._second_lightning import register_refusals

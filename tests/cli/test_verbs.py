@@ -68,10 +68,10 @@ def test_validate_test_and_predict_use_the_runs_snapshot(command: Command, quick
 def test_predict_of_a_controlnet_takes_the_conditions_of_the_data(
     command: Command, quick: Path, tmp_path: Path
 ) -> None:
-    config = yaml.safe_load(quick.read_text())
+    config = yaml.safe_load(quick.read_text(encoding="utf-8"))
     kept = {k: v for k, v in config["model"]["init_args"].items() if k in signature(DiffusionControlNet).parameters}
     config["model"] = {"class_path": "DiffusionControlNet", "init_args": kept}
-    quick.write_text(yaml.safe_dump(config))
+    quick.write_text(yaml.safe_dump(config), encoding="utf-8")
     assert command("fit", "-c", quick).code == 0
     said = command("predict", "-c", quick)
     assert said.code == 0, said.err

@@ -6,7 +6,6 @@ An exception in a check becomes a finding too, so that one failing check does no
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import safetensors.torch
 import torch
 from diffusers import UNet2DConditionModel
