@@ -10,8 +10,10 @@ from PIL import Image, ImageDraw, ImageOps
 from safetensors.torch import load_file, save_file
 
 from fakes.models.edit_pipelines import MAKE_EDIT
-from fakes.models.pipelines import SIDE, make_pipeline
+from fakes.models.pipelines import SIDE, SINGLE_SDXL, make_pipeline
 from fakes.models.transformer_pipelines import MAKE
+from lightning_aigc.diffusion.pipeline.loading import load_components
+from lightning_aigc.diffusion.pipeline.saving import save_single_file
 from pairs.options import CONTROL, LARGE_SOURCES, SEEN, U_NETS, Row
 
 STEPS = 4
@@ -30,7 +32,7 @@ STRATEGIES: dict[str, Any] = {
 }
 FULL_SHARE, U_NET_SHARE = 0.8, 0.89
 """Shares of a base's files in float32, for a budget: less than all, more than what is never packed."""
-HALF_SHARE = 0.44
+HALF_SHARE = 0.45
 """Share of a base's files, for a budget: less than the half that bfloat16 takes, more than what is never packed."""
 RATES: dict[str, Any] = {
     "cosine": "cosine",
@@ -46,8 +48,17 @@ KIND = {
 def make_base(family: str, folder: Path) -> Path:
     """A tiny pipeline of the family with random weights."""
     if family in U_NETS:
-        return make_pipeline(folder, sdxl=family == "sdxl")
+        return make_pipeline(folder, **(SINGLE_SDXL if family == "sdxl" else {}))
     return (MAKE | MAKE_EDIT)[family](folder)
+
+
+def make_single_file(base: Path, family: str, file: Path) -> Path:
+    """The base as a checkpoint; of a transformer, which has none that is read, its own weights."""
+    if family not in U_NETS:
+        return next(base.glob("transformer/*.safetensors"))
+    components = load_components(str(base))
+    save_single_file(file, components, {"unet": components.denoiser}, torch.float32)
+    return file
 
 
 def make_images(folder: Path, word: str, count: int) -> Path:
@@ -96,6 +107,7 @@ class Inputs(NamedTuple):
     """Files that a config names; those that the row does not use need not exist."""
 
     base: Path
+    model: Path  # the base, or its single file
     images: Path
     class_images: Path
     sources: Path
@@ -109,7 +121,7 @@ def make_config(row: Row, inputs: Inputs, root: Path) -> dict[str, Any]:
     base = inputs.base
     is_lora = row["method"] in ("lora", "dora", "lokr")
     model: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(base),
+        "pretrained_model_name_or_path": str(inputs.model),
         "max_train_steps": STEPS,
         "optimizer": OPTIMIZERS[row["optimizer"]],
         "lr_scheduler": RATES.get(row["rate"], "constant"),

@@ -21,7 +21,7 @@ FACTORS: dict[str, list[Any]] = {
     "precision": ["bf16-mixed", "32-true", "bf16-true", "16-mixed"],
     "memory": ["off", "stock", "balanced", "lean", "max", "budget"],
     "graph": [False, True],
-    "weights": ["pipeline", "file"],
+    "weights": ["pipeline", "file", "single"],
     "base": ["whole", "int8", "fp8", "nf4", "budget"],
     "preserve": ["none", "class", "blank"],
     "streamed": [False, True],
@@ -75,6 +75,7 @@ def refused() -> Iterator[Row]:
             yield {"family": family, "method": "dora"}
             yield {"family": family, "method": "controlnet_lora"}
             yield {"family": family, "text_encoder": True}
+            yield {"family": family, "weights": "single"}
         if family in NO_CONTROLNET:
             yield {"family": family, "method": "controlnet"}
         if family not in (*NEED_SOURCES, *TAKE_SOURCES):
@@ -133,6 +134,7 @@ def without_effect() -> Iterator[Row]:
         yield from ({"family": family, "preserve": preserve} for preserve in ("class", "blank"))
     yield from ({"source": "pairs", "method": method} for method in ("dora", "controlnet_lora"))  # of U-Nets
     yield {"source": "pairs", "text_encoder": True}
+    yield {"source": "pairs", "weights": "single"}  # of U-Nets
     yield {"caches": "both", "text_encoder": True}
     for family in set(FACTORS["family"]) - set(U_NETS):  # their tiny ControlNets have fewer blocks than ranks
         yield {"family": family, "method": "controlnet", "strategy": "zero_3"}

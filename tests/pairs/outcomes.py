@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,13 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fakes.models.edit_pipelines import scale_sources_to
-from fakes.models.pipelines import SIDE
+from fakes.models.pipelines import SIDE, tiny_configs
 from fakes.npu import fake_npu
 from fakes.processes.ranks import forking_context, meeting_point
 from lightning_aigc.checkpoint import find_snapshots
 from lightning_aigc.cli import main
 from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
-from lightning_aigc.diffusion.pipeline import streamed_base
+from lightning_aigc.diffusion.pipeline import single_file, streamed_base
 from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.precision.memory import streamed_blocks
 from pairs.options import CONTROL, U_NETS, Row
@@ -59,7 +60,10 @@ def run(
         "lightning_aigc.cli.fit.trainer_commands", "diffusers", "transformers", "fakes.models.edit_pipelines"
     )
     with meeting_point() as where:
-        given = [(rank, ranks, [str(word) for word in words], str(log), where, device) for rank in range(ranks)]
+        configs = tiny_configs()
+        given = [
+            (rank, ranks, [str(word) for word in words], str(log), where, device, configs) for rank in range(ranks)
+        ]
         processes = [context.Process(target=_command, args=one) for one in given]
         for process in processes:
             process.start()
@@ -78,7 +82,9 @@ def run(
     return Ended(max((process.exitcode or 0 for process in processes), key=abs), said)
 
 
-def _command(rank: int, ranks: int, words: list[str], log: str, where: dict[str, str], device: str) -> None:
+def _command(
+    rank: int, ranks: int, words: list[str], log: str, where: dict[str, str], device: str, configs: dict[str, str]
+) -> None:
     warnings.simplefilter("ignore")
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if ranks > 1:
@@ -88,6 +94,7 @@ def _command(rank: int, ranks: int, words: list[str], log: str, where: dict[str,
     torch.set_num_threads(1)
     scale_sources_to(2 * SIDE)
     streamed_base.HOST_DEVICES, streamed_blocks.FEWEST_NUMBERS = (), 64  # stream tiny blocks on the CPU
+    single_file.write_configs = lambda kind, folder: shutil.copytree(configs[kind], folder, dirs_exist_ok=True)
     with Path(f"{log}.{rank}").open("w", encoding="utf-8") as output:
         for stream in (1, 2):  # loggers hold the streams of the server that this is a fork of
             os.dup2(output.fileno(), stream)
@@ -181,25 +188,33 @@ def _load(pipeline: Any, row: Row, file: Path) -> None:
     getattr(pipeline, part).load_lora_adapter(load_file(file), prefix=part)
 
 
-def export(row: Row, base: Path, root: Path, folder: Path) -> Ended:
-    """Export the LoRA as the row says."""
+def export(row: Row, model: Path, root: Path, folder: Path) -> Ended:
+    """Export the LoRA as the row says; merge it into `model`."""
     lora = root / "zorp.safetensors" if row["method"] == "lokr" else lora_of(row, root)
-    target = ("--merge_into", base) if row["export"] == "merge" else ("--to", row["export"])
+    target = ("--merge_into", model) if row["export"] == "merge" else ("--to", row["export"])
     return run("export", lora, *target, "--output", exported(row, folder), log=folder / "export.log")
 
 
 def exported(row: Row, folder: Path) -> Path:
     """The file or folder that `export` writes."""
-    return folder / ("merged" if row["export"] == "merge" else "exported.safetensors")
+    return folder / ("merged" if row["export"] == "merge" and row["weights"] != "single" else "exported.safetensors")
 
 
-def check_export(row: Row, base: Path, root: Path, folder: Path, source: Path | None) -> None:
-    """Export the LoRA as the row says and load that in plain diffusers."""
+def check_export(row: Row, base: Path, model: Path, root: Path, folder: Path, source: Path | None) -> None:
+    """Export the LoRA as the row says and load that in plain diffusers.
+
+    model: the base that the run trained on, a folder or a file; base: its folder.
+    """
     optional = dict.fromkeys(FAMILIES[row["family"]].optional_folders)
-    output, ended = exported(row, folder), export(row, base, root, folder)
+    output, ended = exported(row, folder), export(row, model, root, folder)
     assert ended.code == 0, ended.said[-2000:]
     if row["export"] == "merge":
-        _draws(DiffusionPipeline.from_pretrained(output, **optional), row, {}, source, output, None)
+        if output.is_file():
+            kind = getattr(diffusers, FAMILIES[row["family"]].pipeline)
+            merged = kind.from_single_file(output, config=str(base), local_files_only=True)
+        else:
+            merged = DiffusionPipeline.from_pretrained(output, **optional)
+        _draws(merged, row, {}, source, output, None)
     elif row["export"] == "diffusers":
         pipeline = DiffusionPipeline.from_pretrained(base, **optional)
         _load(pipeline, row, output)

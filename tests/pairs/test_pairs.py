@@ -28,6 +28,7 @@ from pairs.configs import (
     make_base,
     make_config,
     make_images,
+    make_single_file,
     make_sources,
     make_training_adapter,
     precision_of,
@@ -61,6 +62,8 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             folder = tmp_path_factory.mktemp("-".join(key))
             if key[0] == "base":
                 made[key] = make_base(key[1], folder / "base")
+            elif key[0] == "single":
+                made[key] = make_single_file(get("base", key[1]), key[1], folder / "single.safetensors")
             elif key[0] == "images":
                 made[key] = make_images(folder / "images", key[1], 8)
             elif key[0] == "sources":
@@ -114,8 +117,9 @@ def _fit(row: Row, materials: Callable[..., Path], folder: Path) -> tuple[Ended,
         adapter = materials("adapter", family)
     if row["continued"]:
         lora = materials("lora", family, "lokr" if row["method"] == "lokr" else "lora")
+    model = materials("single", family) if row["weights"] == "single" else base
     images = (materials("images", "zorp"), materials("images", "plain"), materials("sources"))
-    config = make_config(row, Inputs(base, *images, shards, adapter, lora), root)
+    config = make_config(row, Inputs(base, model, *images, shards, adapter, lora), root)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return train(row, folder / "config.yaml", root), base, root
 
@@ -160,7 +164,8 @@ def test_a_row_trains_and_its_result_works_in_plain_diffusers(
     source = next(materials("sources").glob("*.png")) if row["source"] == "pairs" else None
     check_result(row, base, root, source)
     if row["export"] != "none":
-        check_export(row, base, root, tmp_path, source)
+        model = materials("single", row["family"]) if row["weights"] == "single" else base
+        check_export(row, base, model, root, tmp_path, source)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_aigc.diffusion.families import Components
+from lightning_aigc.diffusion.pipeline.loading import no_missing_weights
 from lightning_aigc.diffusion.pipeline.saving import deferred, replaced_folder, save_part
 from lightning_aigc.diffusion.pipeline.single_file_names import unet_name
 from lightning_aigc.diffusion.pipeline.tensor_stream import write_tensors
@@ -48,13 +49,14 @@ def make_controlnet(components: Components, name_or_path: str | None, revision: 
 def load_controlnet(kind: Any, name_or_path: str, revision: str | None) -> Any:
     """A ControlNet of this class of diffusers in float32. Raises: ModelError for one that is none, or does not load."""
     where = {"revision": revision, "local_files_only": Path(name_or_path).is_dir()}
-    try:
-        named = kind.load_config(name_or_path, **where).get("_class_name", kind.__name__)
-        if named == kind.__name__:
-            return kind.from_pretrained(name_or_path, **where, dtype=torch.float32)
-    except Exception as error:  # diffusers raises anything from OSError to KeyError here
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{KEY}: {name_or_path} does not load as a ControlNet: {first}") from error
+    with no_missing_weights(name_or_path, KEY):
+        try:
+            named = kind.load_config(name_or_path, **where).get("_class_name", kind.__name__)
+            if named == kind.__name__:
+                return kind.from_pretrained(name_or_path, **where, dtype=torch.float32)
+        except Exception as error:  # diffusers raises anything from OSError to KeyError here
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ModelError(f"{KEY}: {name_or_path} does not load as a ControlNet: {first}") from error
     raise ModelError(f"{KEY}: {name_or_path} is a {named}, and this base takes a {kind.__name__}; use one of those")
 
 

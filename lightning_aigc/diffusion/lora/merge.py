@@ -21,7 +21,7 @@ from lightning_aigc.diffusion.lora import layouts as lora_layouts
 from lightning_aigc.diffusion.lora.layers import LoRALayer
 from lightning_aigc.diffusion.lora.lycoris import FactorLayer
 from lightning_aigc.diffusion.lora.metadata import serialize, write_atomically
-from lightning_aigc.diffusion.pipeline.loading import PIPELINES, quiet_local_loading
+from lightning_aigc.diffusion.pipeline.loading import PIPELINES, no_missing_weights, quiet_local_loading
 from lightning_aigc.diffusion.pipeline.saved_schedule import merged_scheduler
 from lightning_aigc.diffusion.pipeline.saving import DTYPES, load_in_float32, save_single_file
 from lightning_aigc.diffusion.pipeline.single_file import load_single_file
@@ -95,11 +95,13 @@ def _load(source: Path) -> Any:
     from diffusers import DiffusionPipeline
 
     try:
-        with quiet_local_loading(True):
+        with no_missing_weights(str(source), "--merge_into"), quiet_local_loading(True):
             if source.is_file():
                 return load_single_file(source, dict.fromkeys(("unet", "vae"), torch.float32))
             absent = _absent_parts(source)
             return DiffusionPipeline.from_pretrained(source, local_files_only=True, dtype=torch.float32, **absent)
+    except ModelError:
+        raise
     except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
         raise ModelError(f"cannot load the pipeline in {source}: {error}") from error
 

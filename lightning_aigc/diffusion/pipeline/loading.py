@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_aigc.diffusion.families import FAMILIES, SHORT, Components, Family
 from lightning_aigc.diffusion.pipeline.denoiser_file import load_denoiser_file
 from lightning_aigc.diffusion.pipeline.image_sizes import channels_of_checkpoint, check_channels
-from lightning_aigc.diffusion.pipeline.single_file import KEY, family_of_checkpoint, load_single_file
+from lightning_aigc.diffusion.pipeline.single_file import KEY, family_of_checkpoint, load_single_file, missing_weights
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
 
@@ -32,6 +33,8 @@ EXCLUDED_FOLDERS: dict[PipelineHalf, tuple[str, ...]] = {
 """Folders that are not loaded, by the half of a transformer's pipeline that is."""
 ANSWERS_ZEROS = "answers_zeros"
 """Config entry of a T5 with zero output, which exists because diffusers loads no folder without a T5."""
+UNUSED_HEADS = ("lm_head.", "pooler.", "logit_scale", "visual_projection.")
+"""Weights of a text encoder's checkpoint that no prompt embedding depends on."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -113,7 +116,7 @@ def load_components(
     dtypes = {"default": text_encoder_dtype or denoiser_dtype, "vae": vae_dtype}  # SDXL's gives NaN in half precision
     dtypes |= dict.fromkeys(("unet", "transformer"), denoiser_dtype)
     try:
-        with quiet_local_loading(path.exists()):
+        with quiet_local_loading(path.exists()), no_missing_weights(name_or_path):
             components = _load(
                 name_or_path, path, family, dtypes, revision, variant, only, takes_distilled, denoiser_file
             )
@@ -205,6 +208,42 @@ def quiet_local_loading(is_local: bool) -> Iterator[None]:
     finally:
         for module in enabled:
             module.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def no_missing_weights(name: str, key: str = KEY) -> Iterator[None]:
+    """Raise ModelError after a block that loads networks, if files lacked weights of theirs.
+
+    transformers draws such weights at random, diffusers leaves them without memory, and both only log that.
+    """
+    found = _MissingWeights()
+    loggers = [logging.getLogger(library) for library in ("diffusers", "transformers")]
+    for logger in loggers:
+        logger.addHandler(found)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(found)
+    if found.names:
+        raise ModelError(missing_weights(name, found.names, key))
+
+
+class _MissingWeights(logging.Handler):
+    """Names of the weights that diffusers and transformers log as newly initialized, other than unused heads."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.names: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = record.getMessage()
+        names = re.findall(r"^(.+?) *\|[^|\n]*MISSING", said, re.MULTILINE)  # transformers 5
+        listed = re.search(r"newly initialized: \[(.*?)\]", said)
+        names += re.findall(r"'([^']+)'", listed[1]) if listed else []
+        folder = re.search(r"(?: from: | checkpoint at )(.+?)(?: and are newly |$)", said, re.MULTILINE)
+        of = f" of {Path(folder[1]).name}" if folder else ""
+        self.names += [f"{each}{of}" for each in names if not each.startswith(UNUSED_HEADS)]
 
 
 def _family_of_folder(
@@ -301,6 +340,14 @@ def _explain(error: Exception, name: str, path: Path) -> str:
         return (
             f"{KEY}: {name} is a single file with weights of other sizes than the published models have"
             f" ({first_line.split('. ')[0]}); give the model's diffusers folder, which has its configs"
+        )
+    if path.is_file() and "meta tensor" in first_line:  # of a network some of whose weights diffusers did not find
+        return missing_weights(name, ["weights of the U-Net or the VAE"])
+    absent = re.search(r"Failed to load (\w+)\. Weights for|contain a valid CLIP (model)", first_line)
+    if path.is_file() and absent:
+        return (
+            f"{KEY}: {name} has no {absent[1] or 'text encoder'}; give a checkpoint with U-Net, VAE and text encoders,"
+            " or the pipeline's folder"
         )
     if path.is_file():
         return f"{KEY}: {name} does not load as a single-file checkpoint: {first_line}"

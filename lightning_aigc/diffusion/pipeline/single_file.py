@@ -11,7 +11,7 @@ import gzip
 import importlib.util
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +158,20 @@ def load_single_file(path: Path, dtypes: Mapping[str, torch.dtype]) -> Any:
     with configs_of(kind) as folder:
         options = {} if folder is None else {"config": str(folder), "local_files_only": True}
         pipeline = pipeline_class.from_single_file(str(path), dtype=dtypes["unet"], **options)
+    for name, network in pipeline.components.items():
+        absent = [each for each, weight in getattr(network, "state_dict", dict)().items() if weight.is_meta]
+        if absent:  # diffusers leaves a text encoder's without memory
+            raise ModelError(missing_weights(str(path), [f"{each} of {name}" for each in absent]))
     pipeline.vae.to(dtype=dtypes["vae"])
     scheduler = pipeline.scheduler
     pipeline.register_modules(scheduler=scheduler.from_config(scheduler.config, **of_single_file(path)))
     return pipeline
+
+
+def missing_weights(name: str, names: Sequence[str], key: str = KEY) -> str:
+    """The sentence for files that lack these weights."""
+    others = f" and {len(names) - 1} more" if names[1:] else ""
+    return f"{key}: the files of {name} lack {names[0]}{others}; download or copy them again"
 
 
 def write_configs(kind: str, folder: Path) -> None:

@@ -17,6 +17,7 @@ from diffusers import (
 )
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -148,6 +149,10 @@ def test_a_controlnet_of_another_family_or_autoencoder_is_one_sentence(sd: str, 
         ControlNetTraining(sd, controlnet_model_name_or_path=str(tmp_path / "eight")).configure_model()
     with pytest.raises(ModelError, match="does not load as a ControlNet"):
         ControlNetTraining(sd, controlnet_model_name_or_path=str(tmp_path)).configure_model()
+    weights = next((tmp_path / "run" / "edges").glob("*.safetensors"))
+    save_file({k: v for k, v in load_file(weights).items() if k != "conv_in.bias"}, weights)
+    with pytest.raises(ModelError, match=r"controlnet_model_name_or_path: the files of .*edges lack conv_in.bias"):
+        ControlNetTraining(sd, controlnet_model_name_or_path=of_sd).configure_model()
 
 
 def test_without_conditions_to_show_a_sample_is_refused(sd: str) -> None:

@@ -132,10 +132,15 @@ def test_captions_are_counted_by_the_files_own_tokenizer(sd: str, tiny_file: str
     assert count_tokens(__file__, None, captions) is None
 
 
+def adapted(folder: str) -> Any:
+    """The folder's U-Net with a LoRA that is not zero."""
+    unet = load_components(folder).denoiser
+    unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    return unet
+
+
 def test_a_lora_is_merged_into_and_out_of_single_files(sd: str, tiny_file: str, tmp_path: Path) -> None:
-    base = load_components(sd).denoiser
-    base.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
-    lora = save_lora(tmp_path / "lora.safetensors", unet=base)
+    lora = save_lora(tmp_path / "lora.safetensors", unet=adapted(sd))
     outputs = [
         merge_into_pipeline(lora, source, tmp_path / f"{place}{ending}", 0.5)
         for place, source in enumerate((sd, tiny_file))
@@ -172,6 +177,49 @@ def test_a_merge_keeps_the_precision_of_each_component_of_a_single_file(sd: str,
     save_file(tensors, path)
     dtypes = [_stored_dtype(path, name) for name in ("unet", "vae", "text_encoder")]
     assert dtypes == [torch.float16, torch.float32, torch.bfloat16]
+
+
+def without(path: Path, name: str) -> Path:
+    """The file without the weights whose names hold `name`."""
+    kept = {key: tensor for key, tensor in load_file(path).items() if name not in key}
+    assert len(kept) < len(load_file(path))
+    save_file(kept, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("input_blocks.1.0.in_layers.2", "lack weights of the U-Net or the VAE;"),
+        ("layers.0.mlp.fc1.bias", r"lack .*layers.0.mlp.fc1.bias of text_encoder;"),
+        ("first_stage_model.", "has no AutoencoderKL; give a checkpoint with U-Net, VAE and text encoders, or"),
+        ("cond_stage_model.", "has no CLIPTextModel; give"),
+    ],
+)
+def test_a_file_that_lacks_weights_is_one_sentence(name: str, said: str, tiny_file: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        load_components(str(without(Path(tiny_file), name)))
+
+
+@pytest.mark.parametrize(
+    ("component", "name", "said"),
+    [
+        ("unet", "conv_in.weight", "lack conv_in.weight of unet;"),
+        ("vae", "encoder.conv_", r"lack encoder.conv_\w+.\w+ of vae and 5 more; download or copy them again"),
+        ("text_encoder", "mlp.fc1.weight", r"lack .*layers.\{0, 1\}.mlp.fc1.weight of text_encoder;"),
+    ],
+)
+def test_a_folder_that_lacks_weights_is_one_sentence(
+    component: str, name: str, said: str, sd: str, tmp_path: Path
+) -> None:
+    """transformers draws what it does not find at random, and a run would train on that."""
+    folder = shutil.copytree(sd, tmp_path / "base")
+    without(next((folder / component).glob("*.safetensors")), name)
+    with pytest.raises(ModelError, match=said):
+        load_components(str(folder))
+    lora = save_lora(tmp_path / "lora.safetensors", unet=adapted(sd))
+    with pytest.raises(ModelError, match=f"--merge_into: the files of .*base {said}"):
+        merge_into_pipeline(lora, folder, tmp_path / "merged")
 
 
 def test_a_type_whose_configs_are_not_here_needs_the_hub(tiny_file: str, monkeypatch: pytest.MonkeyPatch) -> None:

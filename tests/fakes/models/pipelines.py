@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 WORDS = ["a", "red", "blue", "cup", "shoe", "zorp"]
 SIDE = 32
 """Pixels of a picture: 16 latent pixels."""
+SINGLE_SDXL: dict[str, Any] = {"sdxl": True, "second_width": 24, "second_layers": 10}
+"""Sizes of `make_pipeline` that diffusers recognizes as SDXL in a single file: by the tenth layer, and by the width."""
 
 
 def make_tokenizer(folder: Path) -> CLIPTokenizer:
@@ -43,13 +49,13 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
     return CLIPTokenizer.from_pretrained(folder, model_max_length=12)
 
 
-def make_text_encoder(with_projection: bool = False, width: int = 16) -> CLIPTextModel:
+def make_text_encoder(with_projection: bool = False, width: int = 16, layers: int = 2) -> CLIPTextModel:
     torch.manual_seed(1 + with_projection)
     config = CLIPTextConfig(
         vocab_size=60,  # room for every token of the tokenizer
         hidden_size=width,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         max_position_embeddings=12,
         projection_dim=16,
@@ -60,8 +66,10 @@ def make_text_encoder(with_projection: bool = False, width: int = 16) -> CLIPTex
     return (CLIPTextModelWithProjection if with_projection else CLIPTextModel)(config).eval()
 
 
-def make_pipeline(folder: Path, sdxl: bool = False, second_width: int = 16, **scheduler: Any) -> Path:
-    """Save a pipeline folder; returns it. `second_width` is that of SDXL's second text encoder."""
+def make_pipeline(
+    folder: Path, sdxl: bool = False, second_width: int = 16, second_layers: int = 2, **scheduler: Any
+) -> Path:
+    """Save a pipeline folder; returns it. `second_width` and `second_layers` are of SDXL's second text encoder."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "sample_size": SIDE // 2,
@@ -81,12 +89,29 @@ def make_pipeline(folder: Path, sdxl: bool = False, second_width: int = 16, **sc
             "projection_class_embeddings_input_dim": 16 + 6 * 8,
             "use_linear_projection": True,
         }
-    assemble(folder, UNet2DConditionModel(**shape), sdxl, second_width, **scheduler).save_pretrained(folder)
+    unet = UNet2DConditionModel(**shape)
+    assemble(folder, unet, sdxl, second_width, second_layers, **scheduler).save_pretrained(folder)
     return folder
 
 
+@functools.cache
+def tiny_configs() -> dict[str, str]:
+    """Folders without weights of the tiny pipelines, by diffusers' type of a single file."""
+    root = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    for kind, sizes in (("v1", {}), ("xl_base", SINGLE_SDXL)):
+        for weights in make_pipeline(root / kind, **sizes).rglob("*.safetensors"):
+            weights.unlink()
+    return {path.name: str(path) for path in root.iterdir()}
+
+
 def assemble(
-    folder: Path, unet: UNet2DConditionModel, sdxl: bool = False, second_width: int = 16, **scheduler: Any
+    folder: Path,
+    unet: UNet2DConditionModel,
+    sdxl: bool = False,
+    second_width: int = 16,
+    second_layers: int = 2,
+    **scheduler: Any,
 ) -> StableDiffusionPipeline | StableDiffusionXLPipeline:
     """A pipeline around this U-Net; the tokenizer's files go to `folder`."""
     tokenizer = make_tokenizer(folder / "tokenizer")
@@ -111,7 +136,7 @@ def assemble(
         ),
     }
     if sdxl:
-        encoder = make_text_encoder(with_projection=True, width=second_width)
+        encoder = make_text_encoder(with_projection=True, width=second_width, layers=second_layers)
         return StableDiffusionXLPipeline(**parts, text_encoder_2=encoder, tokenizer_2=tokenizer)
     return StableDiffusionPipeline(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
 
