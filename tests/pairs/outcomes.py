@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -21,13 +20,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fakes.models.edit_pipelines import scale_sources_to
-from fakes.models.pipelines import SIDE, tiny_configs
+from fakes.models.pipelines import SIDE, read_single_files_with, tiny_configs
 from fakes.npu import fake_npu
 from fakes.processes.ranks import forking_context, meeting_point
 from lightning_aigc.checkpoint import find_snapshots
 from lightning_aigc.cli import main
 from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
-from lightning_aigc.diffusion.pipeline import single_file, streamed_base
+from lightning_aigc.diffusion.pipeline import streamed_base
 from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.precision.memory import streamed_blocks
 from pairs.options import CONTROL, U_NETS, Row
@@ -94,7 +93,7 @@ def _command(
     torch.set_num_threads(1)
     scale_sources_to(2 * SIDE)
     streamed_base.HOST_DEVICES, streamed_blocks.FEWEST_NUMBERS = (), 64  # stream tiny blocks on the CPU
-    single_file.write_configs = lambda kind, folder: shutil.copytree(configs[kind], folder, dirs_exist_ok=True)
+    read_single_files_with(configs)
     with Path(f"{log}.{rank}").open("w", encoding="utf-8") as output:
         for stream in (1, 2):  # loggers hold the streams of the server that this is a fork of
             os.dup2(output.fileno(), stream)

@@ -65,13 +65,19 @@ def save_folder(
                 component.save_pretrained(unfinished / name)
             elif (source / name).is_dir():  # text encoders that have left memory
                 shutil.copytree(source / name, unfinished / name)
-        if (source / "model_index.json").is_file():
-            index = json.loads((source / "model_index.json").read_text(encoding="utf-8"))
+        described = source / "model_index.json"
+        if described.is_file():
+            index = json.loads(described.read_text(encoding="utf-8"))
             index["scheduler"] = ["diffusers", type(pipeline.scheduler).__name__]
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (unfinished / "model_index.json").write_text(text, encoding="utf-8")
         else:
             pipeline.save_config(unfinished)
+            index = json.loads((unfinished / "model_index.json").read_text(encoding="utf-8"))
+            for name, component in pipeline.components.items():
+                if isinstance(component, nn.Module):  # FSDP puts a class of its own in the place of a sharded one's
+                    own = original_class(component)
+                    index[name] = [own.__module__.split(".")[0], own.__name__]
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (unfinished / "model_index.json").write_text(text, encoding="utf-8")
         load_in_float32(unfinished)
 
 

@@ -1,4 +1,7 @@
-"""StableDiffusionFineTuning under ZeRO: DDP's weights, saved whole, under the classes that diffusers knows."""
+"""StableDiffusionFineTuning under ZeRO: DDP's weights, saved whole, under the classes that diffusers knows.
+
+The base of zero_3 is the same one as a single file, which has no index of classes to copy.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,25 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from fakes.models.pipelines import make_batch, make_pipeline
+from fakes.models.pipelines import make_batch, make_pipeline, read_single_files_with, tiny_configs
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.callbacks import SaveModel
 from lightning_aigc.diffusion import StableDiffusionFineTuning
+from lightning_aigc.diffusion.pipeline.loading import load_components
+from lightning_aigc.diffusion.pipeline.saving import save_single_file
 from lightning_aigc.precision import FusedBackwardPrecision
 
 STRATEGIES = ("ddp", "zero_2", "zero_3")
 
 
-def fit_all(rank: int, pipeline: str, folder: str) -> None:
+def fit_all(rank: int, bases: dict[str, str], folder: str) -> None:
     warnings.simplefilter("ignore")
+    read_single_files_with(tiny_configs())
     for name in STRATEGIES:
         torch.manual_seed(0)
         module = StableDiffusionFineTuning(
             # Not AdamW, whose first steps are as large where gradients are next to zero, and rounded by the strategy.
-            pipeline,
+            bases[name],
             optimizer=partial(torch.optim.SGD, lr=0.1),
             max_train_steps=3,
             use_ema=True,
@@ -51,7 +57,10 @@ def fit_all(rank: int, pipeline: str, folder: str) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("sharded")
     pipeline = make_pipeline(folder / "sd")
-    run_ranks(fit_all, 2, folder, str(pipeline), str(folder), gloo=False)
+    components = load_components(str(pipeline))
+    save_single_file(folder / "sd.safetensors", components, {"unet": components.denoiser}, torch.float32)
+    bases = dict.fromkeys(STRATEGIES, str(pipeline)) | {"zero_3": str(folder / "sd.safetensors")}
+    run_ranks(fit_all, 2, folder, bases, str(folder), gloo=False)
     return pipeline, folder
 
 
