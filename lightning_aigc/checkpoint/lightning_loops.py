@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_aigc._lightning import (
+    ModelCheckpoint,
     Trainer,
     _Loop,
     _Metadata,
@@ -34,6 +35,7 @@ class LoopHooks:
 
     Args:
         on_checkpoint: called instead of Lightning's loading of a checkpoint, with (ckpt_path, that loading).
+        on_optimizers: called instead of Lightning's loading of optimizers and schedules, with that loading.
         on_loaders: called when the training loaders exist and nothing has iterated over them; gets their list and
             returns the list to use.
         on_epoch: called before the epoch loop asks for its next batch, at an epoch's start or after a resume.
@@ -46,6 +48,7 @@ class LoopHooks:
         trainer: Trainer,
         *,
         on_checkpoint: Callable[[Any, Callable[[Any], None]], None],
+        on_optimizers: Callable[[Callable[[], None]], None],
         on_loaders: Callable[[list[Any]], list[Any]],
         on_epoch: Callable[[], None],
         on_batch_over: Callable[[], None],
@@ -83,6 +86,11 @@ class LoopHooks:
             return start
 
         wrap(trainer._checkpoint_connector, "resume_start", with_checkpoint)
+        wrap(
+            trainer._checkpoint_connector,
+            "restore_optimizers_and_schedulers",
+            lambda stock: lambda: on_optimizers(stock),
+        )
         wrap(fit_loop, "_load_combined_loader_states", with_loaders)
         wrap(fit_loop, "run", lambda stock: lambda: on_run(stock))
         wrap(fit_loop.epoch_loop, "on_run_start", then(on_epoch))
@@ -281,6 +289,12 @@ def run_validation(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.val_loop.run()
     trainer.training = True
     connector._first_loop_iter = first_loop_iter
+
+
+def finds_last(trainer: Trainer) -> bool:
+    """Whether Lightning finds a checkpoint of its own for ckpt_path: last; it starts anew where it finds none."""
+    found: list[Any] = trainer.checkpoint_callbacks
+    return any(callback._find_last_checkpoints(trainer) for callback in found if isinstance(callback, ModelCheckpoint))
 
 
 def load_for_evaluation(trainer: Trainer, checkpoint: State) -> None:

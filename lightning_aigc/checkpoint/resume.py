@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import warnings
@@ -101,7 +102,7 @@ class ResumeSession:
         if self._must_match:
             raise ConfigError(
                 f"{text}\nset them as they were, or, to resume with them anyway, name the snapshot:"
-                f" --ckpt_path {self.snapshot.path}"
+                f" {resume_command(snapshot=self.snapshot.path)}"
             )
         rank_zero_warn(text)
 
@@ -150,18 +151,30 @@ def is_snapshot(path: Any) -> bool:
     return bool(path) and "://" not in str(path) and (Path(path) / MANIFEST).is_file()
 
 
-def resume_command(arguments: list[str] | None = None) -> str:
-    """The command that resumes the run of these arguments, `sys.argv` by default."""
+def resume_command(arguments: list[str] | None = None, snapshot: Path | None = None) -> str:
+    """The command that resumes the run of these arguments, `sys.argv` by default.
+
+    Args: snapshot: one to name; the command then takes another configuration too.
+    """
     program, *words = sys.argv if arguments is None else arguments
     if "fit" not in words:
-        return f'trainer.fit(..., ckpt_path="{LATEST}")'
+        return f"trainer.fit(..., ckpt_path={json.dumps(str(snapshot or LATEST))})"
     kept, skip = [], False
     for word in words:
-        if not skip and not word.startswith("--ckpt_path=") and word not in ("--ckpt_path", "--resume"):
+        if not skip and word.split("=")[0] not in ("--ckpt_path", "--resume", "--overwrite"):
             kept.append(word)
         skip = word == "--ckpt_path"
     start = "python -m lightning_aigc" if Path(program).name == "__main__.py" else "lightning"
-    return f"{start} {shlex.join(kept)} --resume"
+    ending = "--resume" if snapshot is None else f"--ckpt_path {shlex.quote(str(snapshot))}"
+    return f"{start} {shlex.join(kept)} {ending}"
+
+
+def how_to_go_back(directory: Path) -> str:
+    """A clause for a run that has gone wrong: how to train on from its newest snapshot, if there is one."""
+    newest = next(iter(find_snapshots(directory)), None)
+    if newest is None:
+        return "there is none to go back to, so train anew with a lower learning rate"
+    return f"lower the learning rate and go back to step {newest.step}: {resume_command(snapshot=newest.path)}"
 
 
 def set_aside(directory: Path, after_step: int) -> None:
@@ -175,9 +188,10 @@ def set_aside(directory: Path, after_step: int) -> None:
     aside.mkdir()
     for path in beyond:
         path.rename(aside / path.name)
+    newest = aside / max(path.name for path in beyond)
     rank_zero_info(
         f"snapshots of an earlier run beyond this one's start are in {aside} now; delete them when you no longer need"
-        " them, or stop and use --resume to resume from them"
+        f" them, or stop and resume from them: {resume_command(snapshot=newest)}"
     )
 
 

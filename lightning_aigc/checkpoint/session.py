@@ -23,13 +23,21 @@ from lightning_aigc.checkpoint.resume import (
     LATEST,
     ResumeSession,
     choose_snapshot,
+    how_to_go_back,
     report_last,
     resume_command,
     set_aside,
 )
 from lightning_aigc.checkpoint.run_config import final_facts, finished_sentence, is_over, training_config
 from lightning_aigc.checkpoint.snapshot_taker import SnapshotTaker
-from lightning_aigc.checkpoint.training_state import ChangeTracker, LocalBuffers, check_strategy
+from lightning_aigc.checkpoint.training_state import (
+    ChangeTracker,
+    LocalBuffers,
+    apply_options,
+    check_strategy,
+    configured_options,
+    weights_are_finite,
+)
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.gradient_sync.transport.process_groups import reason_of
 
@@ -68,6 +76,7 @@ class SnapshotSession:
         self.is_over = False
         """Whether the run that is resumed has finished already."""
         self.is_closed = False
+        self._has_warned = False
         self._poll = StopPoll(options.on_signal, options.every_n_seconds)
         self._resuming: ResumeSession | None = None
         self._loop_state: LoopState | None = None
@@ -88,6 +97,7 @@ class SnapshotSession:
         self._hooks = LoopHooks(
             trainer,
             on_checkpoint=self._load,
+            on_optimizers=self._load_optimizers,
             on_loaders=self._prepare_loaders,
             on_epoch=self._finish_resume,
             on_batch_over=self.after_batch,
@@ -113,6 +123,14 @@ class SnapshotSession:
             set_aside(directory, self.resumed_step)
         trainer.strategy.barrier("snapshots")
 
+    def _load_optimizers(self, stock: Callable[[], None]) -> None:
+        """Load the optimizers' state, with the options of this run where the snapshot was named and has others."""
+        now = configured_options(self.trainer)
+        stock()
+        self.taker.options = now
+        if self._resuming is not None:
+            apply_options(self.trainer, self._resuming.snapshot.facts.get("options"), now)
+
     def _run(self, stock: Callable[[], None]) -> None:
         """Run the fit loop, nothing if the run is over, or the end that a killed run still has to do."""
         if self.is_over:
@@ -133,6 +151,8 @@ class SnapshotSession:
             self._resuming.compare_config("after")
         self._local_buffers = LocalBuffers(module)
         self._changes = ChangeTracker(module)
+        if self._resuming is None:
+            self.taker.options = configured_options(self.trainer)
         self.taker.begin(self.trainer, training_config(self.trainer, module), self._local_buffers)
         self._poll.start(self.trainer)
         if self.options.on_signal:
@@ -163,9 +183,25 @@ class SnapshotSession:
             self._stop(number)
         every, step = self.options.every_n_steps, trainer.global_step
         if is_due or taker.is_torn or (every and step // every > taker.last_step // every):
-            taker.save(trainer, self._loop_state)
+            self._save(self._loop_state)
         if trainer.fit_loop.epoch_loop.done:
             self._final_state = taker.capture(trainer, self._loop_state)
+
+    def _save(self, loop_state: LoopState, states: tuple[State, State] | None = None, *, at_once: bool = False) -> None:
+        """Take a snapshot, but none of weights that are not finite: no run could go on from it. Collective."""
+        trainer, taker = self.trainer, self.taker
+        if trainer.strategy.reduce_boolean_decision(weights_are_finite(trainer.lightning_module), all=True):
+            taker.save(trainer, loop_state, states, at_once=at_once)
+            return
+        taker.skip(loop_state)
+        if not self._has_warned:
+            self._has_warned = True
+            with contextlib.suppress(SnapshotError):  # the next save reports it
+                taker.writer.wait()
+            rank_zero_warn(
+                f"step {loop_state.step}: trained weights are not finite, so no snapshot is taken from here on;"
+                f" {how_to_go_back(taker.writer.directory)}"
+            )
 
     def before_backward(self) -> None:
         """Note that backward is about to write gradients, inside an accumulation window."""
@@ -186,11 +222,12 @@ class SnapshotSession:
     def _stop(self, number: int) -> None:
         """Take a durable snapshot, then end the run as the signal asks."""
         assert self._loop_state is not None
-        self.taker.save(self.trainer, self._loop_state, at_once=True)
+        self._save(self._loop_state, at_once=True)
         self.taker.writer.wait()
         self.trainer.strategy.barrier("snapshot")
         self.close()
-        rank_zero_info(f"\nstep {self._loop_state.step} is saved; resume with: {resume_command()}")
+        if self.taker.has_saved(self._loop_state):
+            rank_zero_info(f"\nstep {self._loop_state.step} is saved; resume with: {resume_command()}")
         end_run(self.trainer, number)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -211,13 +248,18 @@ class SnapshotSession:
                 rank_zero_warn(str(failure))
         with errors_as_warnings():
             self.close()
-        if loop_state is not None:  # else nothing was trained, and nothing is lost
+        if loop_state is None:  # nothing was trained, and nothing is lost
+            return
+        if weights_are_finite(trainer.lightning_module):
             report_last(writer.directory)
+        else:
+            rank_zero_info(f"trained weights are not finite; {how_to_go_back(writer.directory)}")
 
     def _can_save(self, loop_state: LoopState) -> bool:
         """Whether no rank's state has changed since the last complete micro-batch."""
         trainer, writer = self.trainer, self.taker.writer
         is_unchanged = loop_state.step > self.resumed_step and self._changes.none_since_mark()
+        is_unchanged = is_unchanged and weights_are_finite(trainer.lightning_module)
         if trainer.world_size == 1:
             return is_unchanged
         vote = f"step {loop_state.step}, batch {trainer.fit_loop.total_batch_idx}" if is_unchanged else None
@@ -229,7 +271,7 @@ class SnapshotSession:
         self._poll.stop()
         states, self._final_state = self._final_state, None
         if states is not None and self._loop_state is not None and not self.taker.has_saved(self._loop_state):
-            self.taker.save(self.trainer, self._loop_state, states, at_once=True)
+            self._save(self._loop_state, states, at_once=True)
             self.taker.writer.finish_copy()
 
     def end_fit(self, module: LightningModule) -> None:

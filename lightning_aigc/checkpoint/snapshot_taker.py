@@ -29,6 +29,7 @@ class SnapshotTaker:
         is_torn: Whether a weight changed during the last snapshot, so that another is due.
         blocked_s: How long each snapshot blocked training.
         best: The best value of `keep_best`.
+        options: The optimizers' options as the run's configuration has them (`configured_options`).
         logged: Names of the metrics logged by the last snapshot.
     """
 
@@ -38,6 +39,7 @@ class SnapshotTaker:
         self.is_torn = False
         self.last_step, self.last_time = 0, 0.0
         self.best: float | None = None
+        self.options: list[list[dict[str, Any]]] = []
         self.logged: list[str] = []
         self._keep_best, self._best_mode = keep_best, best_mode
         self._deferred: DeferredCopies | None = None
@@ -77,6 +79,11 @@ class SnapshotTaker:
         self._deferred = deferred if addresses else None
         self.blocked_s.append(time.perf_counter() - start)
         self.last_state, self.is_torn = loop_state, False
+        self.last_step, self.last_time = loop_state.step, time.monotonic()
+
+    def skip(self, loop_state: LoopState) -> None:
+        """Count a snapshot that was due as taken; the next one is due after as many steps and seconds again."""
+        self.last_state, self.is_torn = None, False
         self.last_step, self.last_time = loop_state.step, time.monotonic()
 
     def save_last(self, trainer: Trainer, loop_state: LoopState) -> None:
@@ -130,7 +137,7 @@ class SnapshotTaker:
 
     def _facts(self, trainer: Trainer, loop_state: LoopState) -> dict[str, Any]:
         facts: dict[str, Any] = {"config": self._config, "device": device_name(trainer)}
-        facts["limits"] = limits_of(trainer, trainer.lightning_module)
+        facts |= {"limits": limits_of(trainer, trainer.lightning_module), "options": self.options}
         if self._keep_best is not None:
             logged = loop_state.metrics["callback"]
             self.logged = sorted(logged)

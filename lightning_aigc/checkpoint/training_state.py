@@ -17,6 +17,7 @@ from lightning_aigc.checkpoint.lightning_loops import LoopState, State, dump_che
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import HasShardedTensors, HasSnapshotState
 from lightning_aigc.sharding.full_state import shard_like
+from lightning_aigc.sharding.local_parts import local_parts
 from lightning_aigc.sharding.shards import to_shards
 
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
@@ -64,6 +65,70 @@ def restore(trainer: Trainer, own: State, local_buffers: LocalBuffers) -> None:
     local_buffers.restore(module, own["buffers"])
     trainer.accumulate_grad_batches = own["accumulate_grad_batches"]
     LoopState.from_plain(own["loop_state"], trainer.strategy.root_device).restore(trainer)
+
+
+def weights_are_finite(module: nn.Module) -> bool:
+    """Whether all trained weights are, as far as this rank holds them."""
+    parts = local_parts([p.detach() for p in module.parameters() if p.requires_grad])
+    return not parts or bool(torch.stack([part.isfinite().all() for part in parts]).all())
+
+
+def configured_options(trainer: Trainer) -> list[list[dict[str, Any]]]:
+    """Plain options of each optimizer's parameter groups; call it before a checkpoint's are loaded.
+
+    Its `lr` is the configured rate, whatever a schedule makes of it.
+    """
+    return [
+        [
+            {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in group.items()
+                if _is_plain(value)
+            }
+            | {"lr": float(group.get("initial_lr", group.get("lr", 0)) or 0)}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in trainer.optimizers
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    return all(each is None or isinstance(each, (bool, int, float, str)) for each in values)
+
+
+def apply_options(trainer: Trainer, was: list[list[dict[str, Any]]] | None, now: list[list[dict[str, Any]]]) -> None:
+    """Give the optimizers, whose state is that of a snapshot, the options that the configuration has changed since.
+
+    torch's optimizers and schedules load their options with their state, so that a new learning rate would do nothing.
+
+    Args: was, now: `configured_options` of the snapshot's run and of this one.
+    """
+    for number, (optimizer, groups_was, groups_now) in enumerate(zip(trainer.optimizers, was or (), now, strict=False)):
+        for at, (group, old, new) in enumerate(zip(optimizer.param_groups, groups_was, groups_now, strict=False)):
+            changed = {name: value for name, value in new.items() if name in old and value != old[name]}
+            rate = changed.pop("lr", None)
+            changed.pop("initial_lr", None)
+            group |= {name: tuple(value) if isinstance(value, list) else value for name, value in changed.items()}
+            if rate is not None and old["lr"]:
+                _scale_rate(trainer, number, at, rate, rate / old["lr"])
+
+
+def _scale_rate(trainer: Trainer, number: int, at: int, rate: float, factor: float) -> None:
+    """Set the configured rate of a parameter group, and scale what its schedule has made of it."""
+    optimizer = trainer.optimizers[number]
+    group = optimizer.param_groups[at]
+    group["lr"] *= factor
+    if "initial_lr" in group:
+        group["initial_lr"] = rate
+    schedulers: list[Any] = [c.scheduler for c in trainer.lr_scheduler_configs if c.scheduler.optimizer is optimizer]
+    while schedulers:
+        scheduler = schedulers.pop()
+        schedulers += getattr(scheduler, "_schedulers", [])
+        for name, value in (("base_lrs", rate), ("_last_lr", group["lr"])):
+            rates: list[float] = getattr(scheduler, name, [])
+            if len(rates) > at:
+                rates[at] = value
 
 
 def strategy_kind(trainer: Trainer) -> str | None:

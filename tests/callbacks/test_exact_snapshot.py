@@ -528,6 +528,75 @@ def test_a_named_snapshot_goes_on_with_another_configuration(tmp_path: Path) -> 
     assert train(tmp_path, [ExactSnapshot(1)], ckpt_path=path, accumulate=2).trainer.current_epoch == 3
 
 
+class Rated(Net):
+    """Two groups whose rates fall by a schedule of steps, in one call or as a chain of two."""
+
+    def __init__(self, rate: float, decay: float, is_chain: bool) -> None:
+        super().__init__()
+        self.rate, self.decay, self.is_chain = rate, decay, is_chain
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        first, second = self.net[0].parameters(), self.net[3].parameters()
+        groups = [{"params": first}, {"params": second, "lr": 1e-3}]
+        optimizer = torch.optim.AdamW(groups, self.rate, weight_decay=self.decay)
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if self.is_chain:
+            constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+            schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [schedule, constant], [100])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        first, second = optimizer.param_groups
+        assert first["weight_decay"] == second["weight_decay"] == self.decay and second["initial_lr"] == 1e-3
+        self.rates.append(first["lr"])
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_a_named_snapshot_goes_on_with_this_runs_rate_and_decay(tmp_path: Path, is_chain: bool) -> None:
+    train(tmp_path, [ExactSnapshot(1), KillAt(8)], module=Rated(1e-2, 0.0, is_chain))
+    path = str(find_snapshots(tmp_path / "snapshots")[0].path)
+    resumed = train(tmp_path, [ExactSnapshot(1)], ckpt_path=path, module=Rated(1e-4, 0.1, is_chain))
+    done = find_snapshots(tmp_path / "snapshots")[0].step
+    assert resumed.rates == pytest.approx([1e-4 / (1 + step) for step in range(2, done)])
+    again = find_snapshots(tmp_path / "snapshots")[1]
+    more = train(tmp_path, [ExactSnapshot(1)], ckpt_path=str(again.path), module=Rated(1e-4, 0.1, is_chain))
+    assert torch.equal(more.flat(), resumed.flat())
+
+
+class Diverge(Callback):
+    """Puts a value that is not finite into a weight of the last rank in the step after these."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if trainer.global_step in self.steps and trainer.global_rank == trainer.world_size - 1:
+            module.net[0].weight.data[0, 0] = torch.inf
+
+
+def test_weights_that_are_not_finite_are_in_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lightning_aigc.checkpoint.session.rank_zero_warn", said.append)
+    train(tmp_path, [ExactSnapshot(1), Diverge(4)])
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    train(tmp_path / "other", [ExactSnapshot(0), Diverge(4)])
+    assert not steps_of(tmp_path / "other")
+    first, second = said
+    assert first.startswith("step 5: trained weights are not finite, so no snapshot is taken from here on;")
+    assert f'go back to step 4: trainer.fit(..., ckpt_path="{tmp_path}/snapshots/step-00000004")' in first
+    assert second.endswith("there is none to go back to, so train anew with a lower learning rate")
+
+
+def diverging_work(rank: int, folder: str) -> None:
+    train(Path(folder), [ExactSnapshot(1), Diverge(2)], devices=2, strategy="ddp")
+
+
+def test_ranks_leave_out_a_snapshot_together(tmp_path: Path) -> None:
+    run_ranks(diverging_work, 2, tmp_path, str(tmp_path), gloo=False)
+    assert steps_of(tmp_path) == [1, 2]
+
+
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     class StartAnother(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
+from lightning_aigc.checkpoint import find_snapshots
+from lightning_aigc.checkpoint.resume import resume_command
+from lightning_aigc.checkpoint.session import SnapshotSession
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.schedulers import AIGCLRScheduler
 from lightning_aigc.schedulers.adaptive_rate import HeldRate
@@ -40,6 +44,8 @@ class Remedies:
     """The factor that AdaptiveLR or AIGCLRScheduler holds the rate at."""
     clip: float | None = None
     """The Trainer's gradient_clip_val."""
+    snapshots: Path | None = None
+    """Folder of the run's snapshots."""
 
     @classmethod
     def of(cls, trainer: Trainer, model: LightningModule) -> Remedies:
@@ -58,6 +64,7 @@ class Remedies:
             scheduled_rate=held.scheduled if held is not None else scheduled,
             held=held,
             clip=trainer.gradient_clip_val,
+            snapshots=_snapshots(trainer),
         )
 
     def learning_rate(self, factor: float) -> str:
@@ -73,6 +80,13 @@ class Remedies:
         if self.rate:
             return f"{key}: {self.rate * factor:.3g}"
         return f"{key}: {factor:g} times what it is"
+
+    def go_back(self) -> str:
+        """The command that trains on from the newest snapshot, whatever the configuration is by then."""
+        newest = None if self.snapshots is None else next(iter(find_snapshots(self.snapshots)), None)
+        if newest is None:
+            return "train anew, since there is no snapshot to go back to"
+        return f"go back to the snapshot of step {newest.step}: {resume_command(snapshot=newest.path)}"
 
     def _more_elsewhere(self) -> str | None:
         """Remedy for a rate below the configured one."""
@@ -138,6 +152,12 @@ def _held(trainer: Trainer) -> HeldRate | None:
         if isinstance(owner, AdaptiveLR | AIGCLRScheduler) and (held := owner.held()) is not None:
             return held
     return None
+
+
+def _snapshots(trainer: Trainer) -> Path | None:
+    found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    sessions = [session for c in found if isinstance(session := getattr(c, "session", None), SnapshotSession)]
+    return sessions[0].taker.writer.directory if sessions else None
 
 
 GENERAL = Remedies()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -35,8 +36,9 @@ from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot, RunRep
 from lightning_aigc.callbacks.order import FIRST, LAST, order_callbacks
 from lightning_aigc.callbacks.run_report.run_report import REPORT_FILE
 from lightning_aigc.checkpoint.files.reader import find_snapshots
+from lightning_aigc.checkpoint.lightning_loops import finds_last
 from lightning_aigc.checkpoint.preemption import is_requeued
-from lightning_aigc.checkpoint.resume import LATEST
+from lightning_aigc.checkpoint.resume import LATEST, is_snapshot
 from lightning_aigc.checkpoint.run_config import YAML_LOADER, find_finished, finished_sentence
 from lightning_aigc.cli.fit.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
 from lightning_aigc.cli.fit.empty_blocks import unknown_empty_blocks
@@ -197,7 +199,8 @@ class AIGCCLI(LightningCLI):
         module = self.model
         module_brings = isinstance(module, BringsSnapshots) and module.brings_snapshots(self.trainer)
         has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)
-        if self._get(self.config, "ckpt_path") == LATEST and not has_snapshots:
+        given = self._get(self.config, "ckpt_path")
+        if (given == LATEST or is_snapshot(given)) and not has_snapshots:
             found.append(ExactSnapshot())
         if not self._get(self.config, "dry_run"):
             found.append(StartLines())
@@ -239,7 +242,8 @@ class AIGCCLI(LightningCLI):
 
     def _may_replace(self) -> bool:
         """Whether this command may write into the folder of an earlier run: it continues one, replaces it or is dry."""
-        continues = self._get(self.config, "ckpt_path") is not None or is_requeued()
+        given = self._get(self.config, "ckpt_path")
+        continues = is_requeued() or (finds_last(self.trainer) if given == "last" else given is not None)
         return continues or any(self._get(self.config, key) for key in ("overwrite", "dry_run"))
 
     def _is_finished(self) -> bool:
@@ -260,7 +264,10 @@ class AIGCCLI(LightningCLI):
             raise ConfigError(f"threads must be at least 1, or null for torch's default; got {threads}")
         check_trainer_values(trainer.as_dict())
         if ckpt_path and "://" not in ckpt_path and ckpt_path not in KNOWN_CHECKPOINTS and not Path(ckpt_path).exists():
-            raise ConfigError(f"ckpt_path: there is no checkpoint {ckpt_path}; give a file, or last for the newest")
+            raise ConfigError(
+                f"ckpt_path: there is no checkpoint {ckpt_path}; give a file or a snapshot's folder, or latest for the"
+                " newest snapshot"
+            )
 
         given = trainer.get("callbacks")
         for at, callback in enumerate(given if isinstance(given, list) else []):
@@ -382,7 +389,7 @@ def refuse_earlier_run(trainer: Trainer) -> None:
         what = f"an unfinished run, at step {newest.step}"
     raise ConfigError(
         f"{root} has {what}; add --resume to continue that run, --overwrite to replace it, or"
-        f" --trainer.default_root_dir {next_folder(root)} to keep both"
+        f" --trainer.default_root_dir {shlex.quote(str(next_folder(root)))} to keep both"
     )
 
 

@@ -40,6 +40,12 @@ Layout = Literal["kohya", "diffusers", "other"]
 SDXL_TEXT_WIDTH = 2048
 LOKR_MODULE = "lycoris.kohya"
 """The header's `ss_network_module` of a LoKr."""
+DORA_IN_KOHYA = (
+    "DoRA in the kohya layout is for ComfyUI alone: diffusers ignores its magnitudes, and A1111 takes them over inputs,"
+    " which wrecks the model. A run writes a .diffusers.safetensors next to it; `lightning export FILE --to diffusers"
+    " --output OTHER` makes one, and for A1111 `lightning export FILE --merge_into PIPELINE --output FOLDER`"
+)
+"""Warning, which Python shows once, whatever the number of files."""
 _LAYERS_PER_BLOCK_KEY = "lightning_aigc.layers_per_block"  # written only if it differs from SDXL's 2
 
 
@@ -219,13 +225,7 @@ def _write_layers(
             family = original_names.family_to_write({each.module: each.shape[1] for each in of_transformer}, base_model)
             state |= original_names.to_original(of_transformer, family)
         if any(layer.magnitude is not None for layer in layers):
-            warnings.warn(
-                f"{path} holds DoRA in the kohya layout, for ComfyUI alone: diffusers ignores its magnitudes, and "
-                "A1111 takes them over inputs, which wrecks the model. For diffusers take the run's "
-                f"{path.stem}.diffusers.safetensors or `lightning export {path} --to diffusers --output FILE`, for "
-                f"A1111 `lightning export {path} --merge_into PIPELINE --output FOLDER`",
-                stacklevel=3,
-            )
+            warnings.warn(DORA_IN_KOHYA, stacklevel=3)
     else:
         raise ModelError(f"got layout {layout!r}; wanted 'kohya' or 'diffusers'")
     header |= dora_magnitudes.to_header(layers, layout)
@@ -247,9 +247,10 @@ def _cast(layer: LoRALayer, dtype: torch.dtype) -> LoRALayer:
     cast = dataclasses.replace(layer, down=layer.down.to(dtype), up=layer.up.to(dtype), magnitude=magnitude)
     weights = [cast.down, cast.up] if magnitude is None else [cast.down, cast.up, magnitude]
     if not all(weight.isfinite().all() for weight in weights):
-        trained = layer.down.isfinite().all() and layer.up.isfinite().all()
-        remedy = "save with dtype=torch.float32" if trained else "the training diverged: use an earlier checkpoint"
-        raise ModelError(f"got values that are not finite in {dtype} in {layer.component}.{layer.module}; {remedy}")
+        place = f"{layer.component}.{layer.module}"
+        if layer.down.isfinite().all() and layer.up.isfinite().all():
+            raise ModelError(f"{place} has values that are not finite in {dtype}; save with dtype=torch.float32")
+        raise ModelError(f"the LoRA of {place} has values that are not finite: the training diverged, so none is saved")
     return dora_magnitudes.with_comfyui_magnitude(cast)
 
 

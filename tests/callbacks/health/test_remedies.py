@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fakes.models.denoisers import Denoiser, fit
-from lightning_aigc.callbacks import AdaptiveLR
+from lightning_aigc.callbacks import AdaptiveLR, ExactSnapshot
 from lightning_aigc.callbacks.health import GradientHealthMonitor
 from lightning_aigc.callbacks.health.remedies import GENERAL, Remedies
 from lightning_aigc.cli import main
@@ -66,6 +67,23 @@ def test_a_module_without_our_keys_gets_general_words() -> None:
     assert remedies.safe_precision() == "trainer.precision: 32-true"
     assert remedies.model("vae_dtype", "float32", "in words") == "in words"
     assert GENERAL.learning_rate(0.1) == "learning_rate: 0.1 times what it is"
+
+
+@pytest.mark.filterwarnings("ignore:.*trained weights are not finite")
+def test_the_remedy_for_spoilt_weights_goes_back_to_the_newest_snapshot(tmp_path: Path) -> None:
+    """The wrong value lies in a weight, from the third step on."""
+
+    class Spoil(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            if trainer.global_step == 3:
+                next(pl_module.parameters()).data.fill_(torch.nan)
+
+    monitor = GradientHealthMonitor()
+    fit(Denoiser(), [ExactSnapshot(1), monitor, Spoil()], default_root_dir=tmp_path)
+    said = next(alert.remedy for alert in monitor.alerts if alert.check == "non_finite")
+    newest = tmp_path / "snapshots" / "step-00000002"
+    assert said.startswith("stop this run, set model.init_args.learning_rate: ")
+    assert said.endswith(f'go back to the snapshot of step 2: trainer.fit(..., ckpt_path="{newest}")')
 
 
 def held(**given: Any) -> HeldRate:

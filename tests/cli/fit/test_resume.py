@@ -126,7 +126,22 @@ def test_the_command_that_goes_on_is_the_one_that_was_given() -> None:
     assert resume_command(["/bin/lightning", "fit", "-c", "a b.yaml", "--ckpt_path", "x", "--ckpt_path=y"]) == (
         "lightning fit -c 'a b.yaml' --resume"
     )
+    assert resume_command(["/bin/lightning", "fit", "--overwrite", "-c", "a.yaml"]) == "lightning fit -c a.yaml --resume"
+    assert resume_command(["/bin/lightning", "fit", "-c", "a.yaml", "--resume"], Path("my runs/step-1")) == (
+        "lightning fit -c a.yaml --ckpt_path 'my runs/step-1'"
+    )
     assert resume_command(["train.py"]) == 'trainer.fit(..., ckpt_path="latest")'
+    assert resume_command(["train.py"], Path("a")) == 'trainer.fit(..., ckpt_path="a")'
+
+
+def test_last_is_no_way_to_an_unfinished_run_of_snapshots(command: Command, quick: Path, tmp_path: Path) -> None:
+    """Lightning starts anew where it finds no checkpoint of its own."""
+    assert command("fit", "-c", quick).code == 0
+    before = {path.name for path in (tmp_path / "run" / "snapshots").iterdir()}
+    said = command("fit", "-c", quick, "--ckpt_path", "last")
+    assert said.code == 1 and "add --resume to continue that run" in said.errors[0]
+    assert {path.name for path in (tmp_path / "run" / "snapshots").iterdir()} == before
+    assert command("fit", "-c", quick, "--ckpt_path", "last", "--trainer.default_root_dir", tmp_path / "new").code == 0
 
 
 def test_what_does_not_change_training_is_not_compared() -> None:

@@ -41,7 +41,7 @@ def finding_of_module(origin: NonFinite, named: Named, remedies: Remedies) -> Fi
     spoilt = [name for name, p in own if not bool(torch.isfinite(p).all())]
     if spoilt:
         cause = f"{spoilt[0]} holds values that are not finite, from an earlier step"
-        remedy = "lightning fit --ckpt_path last: go back to the last checkpoint, and " + remedies.learning_rate(0.1)
+        remedy = f"stop this run, set {remedies.learning_rate(0.1)}, and {remedies.go_back()}"
         return Finding(NON_FINITE, layer, "error", origin.sentence(), cause, remedy)
     cause = {
         "forward": "values beyond what its dtype can hold, a division by zero, or the logarithm of zero",

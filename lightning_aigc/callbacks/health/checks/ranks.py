@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_aigc.callbacks.health.alerts.alert_log import is_single_rank
 from lightning_aigc.callbacks.health.alerts.alerts import Finding
+from lightning_aigc.checkpoint.resume import resume_command
 from lightning_aigc.gradient_sync.watch.replica_check import bits_of, first_difference
 
 RANK_DIVERGENCE = "rank_divergence"
@@ -33,6 +34,6 @@ def check_ranks(names: Sequence[str], rows_PS: Tensor) -> list[Finding]:
             "error",
             f"rank(s) {', '.join(map(str, odd))} hold other values than the rest; it is the first that differs",
             "something changed weights on one rank alone: a callback, a parameter that DDP ignores, a device",
-            "lightning fit --ckpt_path last: train on from the last checkpoint",
+            f"stop, and give every rank the weights of the newest snapshot: {resume_command()}",
         )
     ]
