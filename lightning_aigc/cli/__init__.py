@@ -57,8 +57,15 @@ lightning VERB --help shows a verb's options; fit and demo take -c several times
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one verb and exit with 0 for success, 1 for a UserError, 2 for a wrong command line."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run one verb and exit with 0 for success, 1 for a UserError, 2 for a wrong command line, 130 for Ctrl-C."""
+    try:
+        _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # while modules are imported, or between the handlers of a run
+        print("stopped", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+
+
+def _run(arguments: list[str]) -> NoReturn:
     _print_any_character()
     verb = next((a for a in arguments if not a.startswith("-")), None)
     if verb is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -126,7 +127,7 @@ def publish(args: argparse.Namespace) -> int:
     if args.push:
         print(f"sent to {push(output, args.push, is_public=args.public)}")
     else:
-        print(f"look at README.md, then: hf upload OWNER/{contents.name} {output}")
+        print(f"look at README.md, then: hf upload OWNER/{contents.name} {shlex.quote(str(output))}")
     return 0
 
 
@@ -168,4 +169,4 @@ def push(folder: Path, repository: str, *, is_public: bool) -> str:
 
 
 def _kept(folder: Path, repository: str) -> str:
-    return f"The folder is complete; send it with: hf upload {repository} {folder}"
+    return f"The folder is complete; send it with: hf upload {repository} {shlex.quote(str(folder))}"

@@ -73,6 +73,14 @@ def run(args: argparse.Namespace) -> int:
     for seed in args.seeds or []:
         if not -(2**63) <= seed < 2**64:
             raise ConfigError(f"--seeds must be numbers of 64 bits, got {seed}; give smaller ones: --seeds 0 1")
+    guidance = settings.model.get("guidance_scale", 7.5) if args.guidance_scale is None else args.guidance_scale
+    if guidance is not None and guidance < 0:
+        raise ConfigError(f"--guidance_scale must not be negative, got {guidance:g}; 0 draws without guidance")
+    if args.negative_prompt and guidance is not None and guidance <= 1:
+        raise ConfigError(
+            f"--negative_prompt is read at a guidance scale above 1 alone, got {guidance:g}; give --guidance_scale 7.5,"
+            " or leave it out"
+        )
     for name in ("weight", "guidance_scale"):
         given = getattr(args, name)
         for number in given if isinstance(given, list) else [given]:
@@ -98,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
-    from lightning_aigc.diffusion.pipeline.image_sizes import check_sample_size
+    from lightning_aigc.diffusion.pipeline.image_sizes import check_sample_size, check_sample_steps
     from lightning_aigc.diffusion.samplers.lora import LoRASampler
 
     print(f"drawing with {lora or settings.pipeline or 'the base model alone'}")
@@ -109,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
         family = sampler.components.family.title
         raise ConfigError(f"{family} edits images; give those to start from: --source before.png")
     check_sample_size(sampler.components, args.resolution, "--resolution")
+    check_sample_steps(sampler.components, args.num_inference_steps, "--num_inference_steps")
     steps, scale = args.num_inference_steps, args.guidance_scale
     titles = settings.titles(lora, weights)
     columns = []

@@ -177,6 +177,15 @@ def test_a_full_fine_tuning_draws_with_its_own_model(command: Command, quick: Pa
         (["-c", "{config}", "--seeds", str(2**64)], "--seeds must be numbers of 64 bits, got 18446744073709551616"),
         (["-c", "{config}", "--weight", "nan"], "--weight must be a finite number, got nan"),
         (["-c", "{config}", "--guidance_scale", "inf"], "--guidance_scale must be a finite number, got inf"),
+        (["-c", "{config}", "--guidance_scale", "-1"], "--guidance_scale must not be negative, got -1"),
+        (
+            ["-c", "{config}", "--lora", "none", "--negative_prompt", "b", "--guidance_scale", "1"],
+            "--negative_prompt is read at a guidance scale above 1 alone, got 1",
+        ),
+        (
+            ["-c", "{config}", "--lora", "none", "--num_inference_steps", "1001"],
+            "--num_inference_steps must be at most 1000, the timesteps of",
+        ),
         (["-c", "{config}", "-o", "{folder}"], "it is a folder; give another --output"),
         (["-c", "{config}", "-o", "{config}/grid.png"], "File exists; give another --output"),
     ],

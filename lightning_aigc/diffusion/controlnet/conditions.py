@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def find_maker(conditions: str, canny_thresholds: Sequence[float]) -> Maker | No
         return None
     if conditions == "canny":
         low, high = _checked(canny_thresholds)
-        return lambda pictures: make_canny(pictures, (low, high))
+        return partial(make_canny, thresholds=(low, high))  # which spawned ranks can read
     makers: dict[str, Maker] = {"lineart": make_lineart, "tile": make_tile, "inpaint": make_inpaint}
     if conditions in makers:
         return makers[conditions]

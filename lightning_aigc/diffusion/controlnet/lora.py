@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_aigc.diffusion.controlnet.unet import single_file_name
 from lightning_aigc.diffusion.families.unet_lora import UNET_LAYERS, unet_lora_config
+from lightning_aigc.diffusion.lora.layers import warn_of_rank
 from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor, write_tensors
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def add_lora(controlnet: ControlNetModel, rank: int) -> None:
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(unet_lora_config(list(UNET_LAYERS), rank, float(rank)), controlnet, ADAPTER)
+    warn_of_rank(controlnet, rank)
     for name in TRAINED_WHOLE:
         controlnet.get_submodule(name).requires_grad_(True)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_aigc._lightning import rank_zero_warn
 from lightning_aigc.diffusion.lora.names import COMPONENTS, DENOISERS, TEXT_ENCODER, TEXT_ENCODER_2, TRANSFORMER
 from lightning_aigc.errors import ModelError
 
@@ -47,6 +48,24 @@ class LoRALayer:
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the layer's weight; a convolution's kernel is not counted."""
         return self.up.shape[0], self.down.shape[1]
+
+
+def warn_of_rank(network: nn.Module, rank: int) -> None:
+    """Warn of a rank above the sides of all adapted layers, where more of it adds parameters and no freedom."""
+    from peft.tuners.lora import LoraLayer
+
+    matrices = [
+        (layer.lora_A[name].weight, layer.lora_B[name].weight)
+        for layer in network.modules()
+        if isinstance(layer, LoraLayer)
+        for name in layer.lora_A
+    ]
+    most = max((min(down[0].numel(), len(up)) for down, up in matrices), default=rank)
+    if rank > most:
+        rank_zero_warn(
+            f"model.init_args.rank: {rank} is above the sides of all layers, and a LoRA of rank {most} holds every"
+            f" change of them; set model.init_args.rank: {most} or less, usually 4 to 64"
+        )
 
 
 def collect_layers(component: str, model: nn.Module, adapter_name: str = "default") -> list[LoRALayer]:

@@ -18,6 +18,7 @@ from lightning_aigc.diffusion.families import Components, Family, TransformerFam
 from lightning_aigc.diffusion.families.unet_lora import LoRATarget, unet_lora_config
 from lightning_aigc.diffusion.lora.continued import continue_from
 from lightning_aigc.diffusion.lora.file import LoRAMetadata, save_lokr, save_lora
+from lightning_aigc.diffusion.lora.layers import warn_of_rank
 from lightning_aigc.diffusion.lora.metadata import hash_base_model
 from lightning_aigc.diffusion.lora.training_adapter import TrainingAdapter
 from lightning_aigc.diffusion.pipeline.saved_schedule import scheduler_json
@@ -127,6 +128,11 @@ class LoRA(Method):
                 " unset, or set model.init_args.base_quantization: int8 for less memory"
             )
         unet_lora_config(self.lora_targets, self.rank, self.alpha)
+        if self.text_encoder_lr is not None and not self.train_text_encoder:
+            raise ConfigError(
+                f"model.init_args.text_encoder_lr: {self.text_encoder_lr} is the rate of text encoders, which are not"
+                " trained; set model.init_args.train_text_encoder: true, or remove it"
+            )
         if self.use_dora and settings.base_quantization is not None:
             raise ConfigError(
                 "model.init_args.use_dora reads the base's weights at every step, which base_quantization packs; set"
@@ -214,6 +220,7 @@ class LoRA(Method):
                 add_lokr(denoiser, target_modules(denoiser, config), self.rank, self.alpha, self.lokr_factor)
             else:
                 denoiser.add_adapter(config)
+                warn_of_rank(denoiser, self.rank)
         if not self.train_text_encoder:
             return {}
         targets = [t for t in self.lora_targets if t != "convolutions"] or ["attention"]

@@ -57,6 +57,15 @@ def check_sample_size(components: Components, side: int | None, key: str) -> Non
     family.check_size(components.denoiser, components.vae, side // pixels, side // pixels)
 
 
+def check_sample_steps(components: Components, steps: int | None, key: str) -> None:
+    """Raise ModelError for more denoising steps than the schedule of a U-Net was made of; None is the run's own."""
+    most = components.scheduler_config.get("num_train_timesteps", math.inf)
+    if steps is not None and not components.family.is_flow and steps > most:
+        raise ModelError(
+            f"{key} must be at most {most}, the timesteps of {components.source}, got {steps}; 25 is usual"
+        )
+
+
 def check_image_sizes(components: Components, data: object) -> None:
     """Raise ModelError for a size of the data, held-out images among them, that the denoiser cannot take."""
     if not isinstance(data, HasImageSizes):

@@ -84,6 +84,12 @@ class FullFineTuning(FullWeights):
                 " DiffusionFineTuning trains or saves in full precision; leave it unset, or train a LoRA on a packed"
                 " base with DiffusionLoRA"
             )
+        parts = self.trained_parts or ()
+        if self.text_encoder_lr is not None and not any(part.startswith(("text_encoder", "*")) for part in parts):
+            raise ModelError(
+                f"model.init_args.text_encoder_lr: {self.text_encoder_lr} is the rate of text encoders, which are not"
+                " trained; add text_encoder to model.init_args.trained_parts, or remove it"
+            )
         if family is not None and not family.trains_text_encoders and self.text_encoder_lr is not None:
             raise ModelError(
                 f"model.init_args.text_encoder_lr: the text encoders of {family.title} are not trained; remove it"

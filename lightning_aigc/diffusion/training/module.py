@@ -38,7 +38,7 @@ from lightning_aigc.diffusion.pipeline.denoiser_file import check_denoiser_file
 from lightning_aigc.diffusion.pipeline.edits import Edit, read_sources
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.generate import IMAGE_REMEDIES, Control, TimeLimit, generate
-from lightning_aigc.diffusion.pipeline.image_sizes import check_image_sizes, check_sample_size
+from lightning_aigc.diffusion.pipeline.image_sizes import check_image_sizes, check_sample_size, check_sample_steps
 from lightning_aigc.diffusion.pipeline.loading import (
     PipelineHalf,
     check_not_distilled,
@@ -283,6 +283,7 @@ class DiffusionTraining(LightningModule):
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.PREDICTING:
             check_image_sizes(components, self._trainer.datamodule)  # type: ignore[attr-defined]
         check_sample_size(components, settings.sample_resolution, "model.init_args.sample_resolution")
+        check_sample_steps(components, settings.num_inference_steps, "model.init_args.num_inference_steps")
         self.objective = family.objective(components, settings)
         setattr(self, family.denoiser_name, components.denoiser)
         if settings.gradient_checkpointing:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -77,17 +78,14 @@ def named_optimizer(name: str) -> Callable[[Any], Optimizer]:
             f"{KEY} must be one of {', '.join(OPTIMIZERS)}, or the class path of one that imports; got {name!r}"
             + (f"; did you mean {near[0]}?" if near else "")
         )
-    named = OPTIMIZERS[short]
-    made = named.load(short)
+    return partial(_build, short, OPTIMIZERS[short].load(short))  # which spawned ranks can read
 
-    def build(parameters: Any) -> Optimizer:
-        groups = list(parameters)
-        if short == "muon":
-            _check_matrices(groups)
-        optimizer: Optimizer = made(groups, lr=named.rate, **named.options)  # type: ignore[call-arg]
-        return optimizer
 
-    return build
+def _build(short: str, made: type[Optimizer], parameters: Any) -> Optimizer:
+    named, groups = OPTIMIZERS[short], list(parameters)
+    if short == "muon":
+        _check_matrices(groups)
+    return made(groups, lr=named.rate, **named.options)  # type: ignore[call-arg]
 
 
 def _check_matrices(groups: list[Any]) -> None:

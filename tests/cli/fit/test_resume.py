@@ -126,7 +126,9 @@ def test_the_command_that_goes_on_is_the_one_that_was_given() -> None:
     assert resume_command(["/bin/lightning", "fit", "-c", "a b.yaml", "--ckpt_path", "x", "--ckpt_path=y"]) == (
         "lightning fit -c 'a b.yaml' --resume"
     )
-    assert resume_command(["/bin/lightning", "fit", "--overwrite", "-c", "a.yaml"]) == "lightning fit -c a.yaml --resume"
+    assert (
+        resume_command(["/bin/lightning", "fit", "--overwrite", "-c", "a.yaml"]) == "lightning fit -c a.yaml --resume"
+    )
     assert resume_command(["/bin/lightning", "fit", "-c", "a.yaml", "--resume"], Path("my runs/step-1")) == (
         "lightning fit -c a.yaml --ckpt_path 'my runs/step-1'"
     )

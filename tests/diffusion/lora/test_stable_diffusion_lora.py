@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,10 @@ from fakes.models.pipelines import SIDE, make_batch
 from fakes.runs.training_losses import example_losses
 from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion import ControlNetTraining, DiffusionFineTuning, DiffusionLoRA, StableDiffusionLoRA
 from lightning_aigc.diffusion.pipeline import encoders
 from lightning_aigc.embedded import resolve
-from lightning_aigc.errors import DataError, ModelError
+from lightning_aigc.errors import DataError, ModelError, UserError
 
 pytestmark = [
     pytest.mark.usefixtures("without_report_page"),
@@ -659,11 +660,37 @@ def test_the_exported_lora_draws_the_same_pictures_in_plain_diffusers(tmp_path: 
         ("snr_gamma", 0.0, "snr_gamma must be above 0"),
         ("learning_rate", math.nan, "learning_rate"),
         ("checkpoints_total_limit", -2, "checkpoints_total_limit"),
+        ("text_encoder_lr", 1e-4, "text_encoder_lr: 0.0001 is the rate of text encoders, which are not trained"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_read(argument: str, value: Any, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(UserError, match=said):
         StableDiffusionLoRA("no/such/folder", **{argument: value})
+
+
+@pytest.mark.parametrize("kind", [DiffusionLoRA, DiffusionFineTuning, ControlNetTraining])
+def test_more_steps_than_the_schedule_has_are_refused(kind: Any, sd: str) -> None:
+    with pytest.raises(ModelError, match=r"num_inference_steps must be at most 1000, the timesteps of .*, got 1001"):
+        kind(sd, num_inference_steps=1001).configure_model()
+
+
+@pytest.mark.parametrize("kind", [DiffusionLoRA, ControlNetTraining])
+def test_a_rank_above_all_layers_is_named(kind: Any, sd: str) -> None:
+    """The widest layers have convolutions over 2 x 16 channels of 3 x 3 pixels, and 64 outputs or fewer."""
+    with pytest.warns(UserWarning, match=r"rank: 4000 is above the sides of all layers, and a LoRA of rank \d\d "):
+        kind(sd, rank=4000).configure_model()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (DiffusionLoRA, {}), (DiffusionLoRA, {"optimizer": "muon"}), (DiffusionFineTuning, {}),
+        *((ControlNetTraining, {"conditions": name}) for name in ("canny", "lineart", "tile", "inpaint", "folder")),
+    ],
+)  # fmt: skip
+def test_a_module_can_be_sent_to_spawned_ranks(kind: Any, arguments: dict[str, Any], sd: str) -> None:
+    module = kind(sd, **arguments)
+    assert pickle.loads(pickle.dumps(module)).hparams == module.hparams
 
 
 def test_cached_embeddings_and_a_trained_text_encoder_exclude_each_other(tmp_path: Path) -> None:
