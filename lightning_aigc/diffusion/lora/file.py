@@ -246,11 +246,7 @@ def _cast(layer: LoRALayer, dtype: torch.dtype) -> LoRALayer:
     magnitude = None if layer.magnitude is None else layer.magnitude.float()  # a half would round away what was learned
     cast = dataclasses.replace(layer, down=layer.down.to(dtype), up=layer.up.to(dtype), magnitude=magnitude)
     weights = [cast.down, cast.up] if magnitude is None else [cast.down, cast.up, magnitude]
-    if not all(weight.isfinite().all() for weight in weights):
-        place = f"{layer.component}.{layer.module}"
-        if layer.down.isfinite().all() and layer.up.isfinite().all():
-            raise ModelError(f"{place} has values that are not finite in {dtype}; save with dtype=torch.float32")
-        raise ModelError(f"the LoRA of {place} has values that are not finite: the training diverged, so none is saved")
+    lora_layers.check_cast(f"{layer.component}.{layer.module}", [layer.down, layer.up], weights)
     return dora_magnitudes.with_comfyui_magnitude(cast)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +122,15 @@ def collect_layers(component: str, model: nn.Module, adapter_name: str = "defaul
     if not layers:
         raise ModelError(f"got a {component} adapter without any LoRA layer; check LoraConfig's target_modules")
     return layers
+
+
+def check_cast(place: str, trained: Sequence[Tensor], cast: Sequence[Tensor]) -> None:
+    """Raise ModelError for a layer with values that are not finite, in a file's dtype or as they were trained."""
+    if all(bool(tensor.isfinite().all()) for tensor in cast):
+        return
+    if all(bool(tensor.isfinite().all()) for tensor in trained):
+        raise ModelError(f"{place} has values that are not finite in {cast[0].dtype}; save with dtype=torch.float32")
+    raise ModelError(f"the LoRA of {place} has values that are not finite: the training diverged, so none is saved")
 
 
 def canonical_module(component: str, module: str) -> str:

@@ -24,6 +24,7 @@ from lightning_aigc.diffusion.families import TransformerFamily
 from lightning_aigc.diffusion.lora import entries as lora_entries
 from lightning_aigc.diffusion.lora import names as lora_names
 from lightning_aigc.diffusion.lora import original_names, reading
+from lightning_aigc.diffusion.lora.layers import check_cast
 from lightning_aigc.diffusion.lora.names import TRANSFORMER, UNET
 from lightning_aigc.errors import ModelError
 
@@ -230,11 +231,7 @@ def _without_tucker(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def cast(layer: FactorLayer, dtype: torch.dtype) -> FactorLayer:
     """The layer in this dtype. Raises: ModelError for a value that is not finite in it."""
     parts = {name: value.to(dtype) for name, value in layer.parts.items()}
-    if not all(bool(value.isfinite().all()) for value in parts.values()):
-        raise ModelError(
-            f"got values that are not finite in {dtype} in {layer.component}.{layer.module}; the training diverged: use"
-            " an earlier checkpoint, or save with dtype=torch.float32"
-        )
+    check_cast(f"{layer.component}.{layer.module}", list(layer.parts.values()), list(parts.values()))
     return dataclasses.replace(layer, parts=parts)
 
 
