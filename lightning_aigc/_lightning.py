@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         BaseFinetuning,
         Checkpoint,
         ModelCheckpoint,
+        OnExceptionCheckpoint,
         ProgressBar,
         RichProgressBar,
         StochasticWeightAveraging,
@@ -96,8 +97,8 @@ NAMES = {
     "pytorch": "Callback LightningDataModule LightningModule Trainer cli",
     "pytorch.accelerators": "Accelerator AcceleratorRegistry",
     "pytorch.callbacks": (
-        "BaseFinetuning Checkpoint ModelCheckpoint ProgressBar RichProgressBar StochasticWeightAveraging "
-        "TQDMProgressBar Timer WeightAveraging"
+        "BaseFinetuning Checkpoint ModelCheckpoint OnExceptionCheckpoint ProgressBar RichProgressBar "
+        "StochasticWeightAveraging TQDMProgressBar Timer WeightAveraging"
     ),
     "pytorch.cli": "LRSchedulerCallable LightningArgumentParser LightningCLI OptimizerCallable SaveConfigCallback",
     "pytorch.core.optimizer": "_MockOptimizer",

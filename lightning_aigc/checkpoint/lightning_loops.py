@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_aigc._lightning import (
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     Trainer,
     _Loop,
     _Metadata,
@@ -293,8 +295,11 @@ def run_validation(trainer: Trainer) -> None:
 
 def finds_last(trainer: Trainer) -> bool:
     """Whether Lightning finds a checkpoint of its own for ckpt_path: last; it starts anew where it finds none."""
-    found: list[Any] = trainer.checkpoint_callbacks
-    return any(callback._find_last_checkpoints(trainer) for callback in found if isinstance(callback, ModelCheckpoint))
+    found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    of_errors = [Path(callback.ckpt_path) for callback in found if isinstance(callback, OnExceptionCheckpoint)]
+    return any(path.exists() for path in of_errors) or any(
+        callback._find_last_checkpoints(trainer) for callback in found if isinstance(callback, ModelCheckpoint)
+    )
 
 
 def load_for_evaluation(trainer: Trainer, checkpoint: State) -> None:

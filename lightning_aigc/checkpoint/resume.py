@@ -173,7 +173,7 @@ def how_to_go_back(directory: Path) -> str:
     """A clause for a run that has gone wrong: how to train on from its newest snapshot, if there is one."""
     newest = next(iter(find_snapshots(directory)), None)
     if newest is None:
-        return "there is none to go back to, so train anew with a lower learning rate"
+        return "there is no snapshot to go back to, so train anew with a lower learning rate"
     return f"lower the learning rate and go back to step {newest.step}: {resume_command(snapshot=newest.path)}"
 
 

@@ -76,7 +76,8 @@ class SnapshotSession:
         self.is_over = False
         """Whether the run that is resumed has finished already."""
         self.is_closed = False
-        self._has_warned = False
+        self._are_finite = True
+        """Whether the trained weights were when they were last looked at."""
         self._poll = StopPoll(options.on_signal, options.every_n_seconds)
         self._resuming: ResumeSession | None = None
         self._loop_state: LoopState | None = None
@@ -190,12 +191,13 @@ class SnapshotSession:
     def _save(self, loop_state: LoopState, states: tuple[State, State] | None = None, *, at_once: bool = False) -> None:
         """Take a snapshot, but none of weights that are not finite: no run could go on from it. Collective."""
         trainer, taker = self.trainer, self.taker
-        if trainer.strategy.reduce_boolean_decision(weights_are_finite(trainer.lightning_module), all=True):
+        were_finite, here = self._are_finite, weights_are_finite(trainer.lightning_module)
+        self._are_finite = trainer.strategy.reduce_boolean_decision(here, all=True)
+        if self._are_finite:
             taker.save(trainer, loop_state, states, at_once=at_once)
             return
         taker.skip(loop_state)
-        if not self._has_warned:
-            self._has_warned = True
+        if were_finite:
             with contextlib.suppress(SnapshotError):  # the next save reports it
                 taker.writer.wait()
             rank_zero_warn(
@@ -250,7 +252,7 @@ class SnapshotSession:
             self.close()
         if loop_state is None:  # nothing was trained, and nothing is lost
             return
-        if weights_are_finite(trainer.lightning_module):
+        if self._are_finite:
             report_last(writer.directory)
         else:
             rank_zero_info(f"trained weights are not finite; {how_to_go_back(writer.directory)}")
@@ -258,8 +260,9 @@ class SnapshotSession:
     def _can_save(self, loop_state: LoopState) -> bool:
         """Whether no rank's state has changed since the last complete micro-batch."""
         trainer, writer = self.trainer, self.taker.writer
-        is_unchanged = loop_state.step > self.resumed_step and self._changes.none_since_mark()
-        is_unchanged = is_unchanged and weights_are_finite(trainer.lightning_module)
+        with contextlib.suppress(RuntimeError):  # the device may have no memory left, or be lost
+            self._are_finite = weights_are_finite(trainer.lightning_module)
+        is_unchanged = loop_state.step > self.resumed_step and self._changes.none_since_mark() and self._are_finite
         if trainer.world_size == 1:
             return is_unchanged
         vote = f"step {loop_state.step}, batch {trainer.fit_loop.total_batch_idx}" if is_unchanged else None

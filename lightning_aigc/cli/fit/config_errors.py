@@ -86,6 +86,9 @@ _NOISE = (
 )
 
 
+REQUIRED = "arguments are required: "
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One innermost error: its path in the config, the class there, and `rank`, where 0 is the most specific."""
@@ -103,7 +106,8 @@ def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
         return f"the YAML must hold blocks such as `model:` and `data:`, got {content or 'an empty file'}"
     if message.startswith("Problems parsing config"):
         return "the YAML cannot be read: " + " ".join(line.strip() for line in message.partition(":")[2].splitlines())
-    if missing := message.partition("arguments are required: ")[2]:
+    first, _, missing = message.partition(REQUIRED)
+    if missing and "\n" not in first:  # of the whole config, and not of a class in it
         blocks = ", ".join(each.rpartition(".")[2] for each in missing.split(", "))
         return f"the config is missing, or lacks {blocks}; {NEEDS}"
     leaves = sorted(_leaves(message, parser), key=lambda leaf: (leaf.rank, -len(leaf.path)))  # innermost first
@@ -202,6 +206,9 @@ def _leaves(message: str, parser: argparse.ArgumentParser) -> Iterable[Leaf]:
 def _describe(body: str, path: tuple[str, ...], class_path: str | None, parser: argparse.ArgumentParser) -> Leaf:
     if found := _CALLABLE.match(body):  # an optimizer or a schedule
         return _describe(found["reason"], path, found["cls"] or class_path, parser)
+    if class_path and (missing := body.partition(REQUIRED)[2]):
+        of = f" of {class_path.rpartition('.')[2]}" if path[-1:] == ("init_args",) else ""
+        return Leaf(0, path, class_path, f"{missing}{of} is missing; add it")
     if found := _UNKNOWN_OPTION.match(body):
         name, group = found["name"] or found["option"], found["group"]
         if group and body.startswith("Group"):

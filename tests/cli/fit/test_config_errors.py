@@ -98,6 +98,14 @@ IN_YAML = {
     "a number": ("3", "the YAML must hold blocks"),
     "a control character": ("\x00", "the YAML cannot be read"),
     "a number for the trainer": ("trainer: 3", "trainer: wanted a block of keys"),
+    "callback without an argument": (
+        "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.EarlyStopping}]}",
+        "trainer.callbacks.init_args: monitor of EarlyStopping is missing; add it",
+    ),
+    "schedule without an argument": (
+        "model: {init_args: {lr_scheduler: {class_path: torch.optim.lr_scheduler.StepLR}}}",
+        "model.init_args.lr_scheduler: step_size is missing; add it",
+    ),
     "no model": ("model: null", "the config is missing, or lacks model; give one with -c my.yaml"),
     "a class of another kind": ("model: {class_path: ImageCaptionData}", "ImageCaptionData is a class of another kind"),
     "a number for a class": ("model: {class_path: 5}", "model"),

@@ -143,6 +143,10 @@ def test_last_is_no_way_to_an_unfinished_run_of_snapshots(command: Command, quic
     said = command("fit", "-c", quick, "--ckpt_path", "last")
     assert said.code == 1 and "add --resume to continue that run" in said.errors[0]
     assert {path.name for path in (tmp_path / "run" / "snapshots").iterdir()} == before
+    other = yaml.safe_load(quick.read_text(encoding="utf-8"))
+    other["trainer"]["callbacks"] = [{"class_path": "OnExceptionCheckpoint", "init_args": {"dirpath": str(tmp_path)}}]
+    quick.write_text(yaml.safe_dump(other), encoding="utf-8")
+    assert command("fit", "-c", quick, "--ckpt_path", "last").code == 1
     assert command("fit", "-c", quick, "--ckpt_path", "last", "--trainer.default_root_dir", tmp_path / "new").code == 0
 
 
