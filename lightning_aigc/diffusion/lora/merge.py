@@ -11,7 +11,7 @@ from typing import Any
 
 import safetensors
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_aigc.atomic_file import require_writable
 from lightning_aigc.diffusion.families import TRANSFORMERS, Components
@@ -75,8 +75,8 @@ def merge_into_pipeline(
     _fuse(merged, layers, strength)
     merged.register_modules(scheduler=merged_scheduler(lora.metadata, merged))
     for name, component in merged.components.items():
-        if isinstance(component, torch.nn.Module):
-            component.to(_stored_dtype(source, name))
+        if isinstance(component, nn.Module):
+            nn.Module.to(component, _stored_dtype(source, name))  # not diffusers' own, which advises against it
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if output.suffix == SINGLE_FILE:
