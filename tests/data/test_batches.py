@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from lightning_aigc.data.report.findings import DataCheckError
 from lightning_aigc.errors import DataError
 
 
@@ -171,9 +172,10 @@ def test_the_alpha_channel_can_be_the_mask(tools, make, folder):
 @pytest.mark.parametrize(
     ("name", "image", "message"),
     [
-        ("other.png", Image.new("L", (8, 8), 255), "no mask in .* has the name of an image"),
-        ("0.png", Image.new("L", (8, 8), 0), "black everywhere"),
+        ("other.png", Image.new("L", (64, 64), 255), "no mask in .* has the name of an image"),
+        ("0.png", Image.new("L", (64, 64), 0), "black everywhere"),
         ("0.png", None, "cannot be read"),
+        ("0.png", Image.new("L", (200, 50), 255), r"0\.png is 200 x 50 and its image 0\.png 64 x 64: another shape"),
     ],
 )
 def test_masks_that_cannot_work_are_errors(tools, make, folder, tmp_path, name, image, message):
@@ -183,6 +185,50 @@ def test_masks_that_cannot_work_are_errors(tools, make, folder, tmp_path, name, 
         path.write_bytes(b"no mask")
     with pytest.raises(DataError, match=message):
         make(mask_dir=str(tmp_path / "masks")).setup("fit")
+
+
+def test_all_masks_that_cannot_be_used_are_in_one_report(tools, make, folder, tmp_path):
+    for number in range(8):
+        tools.save(folder / f"{number}.png", tools.picture(seed=number))
+    images = [Image.new("L", (64, 64), 255) for _ in range(6)]
+    images[2], images[4] = Image.new("L", (64, 64), 0), Image.new("RGBA", (64, 64), (255, 255, 255, 0))
+    for number, image in enumerate(images):
+        tools.save(tmp_path / "masks" / f"{number}.png", image, None)
+    tools.save(tmp_path / "masks" / "5.bmp", images[5], None)
+    with pytest.raises(DataCheckError) as stopped:
+        make(mask_dir=str(tmp_path / "masks")).setup("fit")
+    report = str(stopped.value.report)
+    for words in ("2.png is black everywhere", "4.png is black everywhere", "5.bmp and ", "2 of 6 masks in "):
+        assert words in str(stopped.value) and words in report
+    assert "masks     6 of 8;" in report
+
+
+def test_masks_of_images_that_are_held_out_count_too(tools, make, folder, tmp_path):
+    for number in range(8):
+        tools.save(folder / f"{number}.png", tools.picture(seed=number))
+        tools.save(tmp_path / "masks" / f"{number}.png", Image.new("L", (64, 64), 255), None)
+    assert "masks     8 of 8;" in make(mask_dir=str(tmp_path / "masks"), validation_split=0.5).report()
+
+
+def test_a_mask_of_the_stored_pixels_of_an_image_that_is_turned_is_refused(tools, make, folder, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    folder.mkdir(exist_ok=True)
+    tools.picture(128, 64).save(folder / "0.jpg", exif=exif)
+    (folder / "0.txt").write_text("a mug", encoding="utf-8")
+    mask = Image.new("L", (128, 64), 0)
+    mask.paste(255, (0, 0, 64, 64))
+    tools.save(tmp_path / "masks" / "0.png", mask, None)
+    with pytest.raises(DataError, match=r"128 x 64 and its image 0\.jpg 64 x 128: .*turned as its EXIF data says"):
+        make(mask_dir=str(tmp_path / "masks")).setup("fit")
+    mask.save(tmp_path / "masks" / "0.png", exif=exif)
+    make(mask_dir=str(tmp_path / "masks")).setup("fit")
+
+
+def test_a_mask_may_be_scaled_with_sides_rounded_to_whole_pixels(tools, make, folder, tmp_path):
+    tools.save(folder / "0.png", tools.picture(100, 67))
+    tools.save(tmp_path / "masks" / "0.png", Image.new("L", (50, 33), 255), None)
+    make(mask_dir=str(tmp_path / "masks")).setup("fit")
 
 
 def test_a_picture_that_vanishes_during_training_is_named(tools, make, folder):

@@ -1,4 +1,4 @@
-"""Pair each image with its condition: the file of its name in a folder, or the one that metadata.jsonl lists."""
+"""Pair each image with its condition or mask: the file of its name in a folder, or one that metadata.jsonl lists."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_aigc.data.index.index_settings import IndexSettings
 from lightning_aigc.data.index.sources import Picture
 from lightning_aigc.data.report.findings import Finding
 from lightning_aigc.data.report.report import DataReport
-from lightning_aigc.errors import DataError
 
 SHAPE_TOLERANCE = 0.02
-"""Share by which the aspect ratio of a condition may differ from its image's, for rounding to whole pixels."""
+"""Share by which the aspect ratio of a condition, source or mask may differ from its image's, for rounding to whole
+pixels."""
 REMEDY = "give every image a condition of its name in data.init_args.conditioning_data_dir"
 
 
@@ -65,11 +65,8 @@ def _problem(picture: Picture, info: PictureInfo) -> str | None:
         image = load_condition(picture.condition)
     except (Exception, PictureRejectedError) as error:
         return f"{shown} cannot be read: {error}"
-    if abs(image.width * info.height / (image.height * info.width) - 1) > SHAPE_TOLERANCE:
-        return (
-            f"{shown} is {image.width} x {image.height} and its image {printable(picture.name)} {info.width} x"
-            f" {info.height}: another shape, so their crops would not fit"
-        )
+    if problem := shape_problem(shown, image.size, picture, info):
+        return problem
     if contrast(image) == 0:
         rgb = image.getpixel((0, 0))
         colour = "black" if rgb == (0, 0, 0) else "white" if rgb == (255, 255, 255) else f"of one colour {rgb}"
@@ -77,43 +74,63 @@ def _problem(picture: Picture, info: PictureInfo) -> str | None:
     return None
 
 
-def find_masks(
-    folder: Path | None, use_alpha_mask: bool, names: Sequence[str], report: DataReport
-) -> list[Path | None]:
-    """The mask file with each image's name, suffix aside; None for an image without a mask.
+def shape_problem(shown: str, size: tuple[int, int], picture: Picture, info: PictureInfo) -> str | None:
+    """Sentence on a file of this (width, height) next to an image of another shape; None where their crops fit."""
+    width, height = size
+    if abs(width * info.height / (height * info.width) - 1) <= SHAPE_TOLERANCE:
+        return None
+    return (
+        f"{shown} is {width} x {height} and its image {printable(picture.name)} {info.width} x {info.height}: another"
+        " shape, so their crops would not fit"
+    )
 
-    Raises: DataError if the folder does not exist, no mask matches, or a mask cannot be used.
+
+def find_masks(folders: Sequence[CheckedFolder], settings: IndexSettings, report: DataReport) -> list[Path | None]:
+    """The mask file with the name of each accepted image for training, suffix aside; None for one without a mask.
+
+    What is wrong with the folder or with masks in it is added to the report's findings.
     """
-    if use_alpha_mask and folder is None:
+    accepted = [pair for each in folders if each.role == "train" for pair in each.accepted]
+    folder = settings.mask_folder
+    if settings.use_alpha_mask and folder is None and accepted:
         report.notes.append("masks: the alpha channel of each image that has one")
-    if folder is None:
-        return [None] * len(names)
+    if folder is None or not accepted:
+        return [None] * len(accepted)
     if not folder.is_dir():
-        raise DataError(f"mask_dir {printable(folder)} does not exist; set data.init_args.mask_dir")
-    by_name: dict[str, Path] = {}
+        said = f"mask_dir {printable(folder)} does not exist"
+        report.findings.append(Finding(said, "set data.init_args.mask_dir to a folder", stops=True))
+        return [None] * len(accepted)
+    by_name: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
-        stem = path.relative_to(folder).with_suffix("").as_posix()
         if path.is_file() and not path.name.startswith(".") and looks_like_a_picture(path):
-            if stem in by_name:
-                raise DataError(f"two masks have one name: {printable(by_name[stem])} and {printable(path)}; keep one")
-            by_name[stem] = path
-    masks = [by_name.get(Path(name).with_suffix("").as_posix()) for name in names]
-    report.masks = sum(mask is not None for mask in masks)
+            by_name.setdefault(path.relative_to(folder).with_suffix("").as_posix(), []).append(path)
+    if several := [" and ".join(map(printable, paths)) for paths in by_name.values() if len(paths) > 1]:
+        said = f"{len(several)} names in {printable(folder)} have two masks or more"
+        report.findings.append(Finding(said, "keep one of each", several, stops=True))
+    found = [by_name.get(Path(picture.name).with_suffix("").as_posix()) for picture, _ in accepted]
+    masks = [paths[0] if paths else None for paths in found]
+    report.masks, report.images_for_masks = sum(mask is not None for mask in masks), len(masks)
     if not report.masks:
-        raise DataError(
-            f"no mask in {printable(folder)} has the name of an image, such as "
-            f"{printable(Path(names[0]).with_suffix('.png'))}; rename them or remove data.init_args.mask_dir"
-        )
-    for mask in masks:
-        if mask is not None:
-            _check_mask(mask)
+        example = printable(Path(accepted[0][0].name).with_suffix(".png"))
+        said = f"no mask in {printable(folder)} has the name of an image, such as {example}"
+        report.findings.append(Finding(said, "rename them or remove data.init_args.mask_dir", stops=True))
+    pairs = [(mask, *pair) for mask, pair in zip(masks, accepted, strict=True) if mask is not None]
+    if problems := list(filter(None, (_mask_problem(*pair) for pair in pairs))):
+        said = f"{len(problems)} of {report.masks} masks in {printable(folder)} cannot be used"
+        advice = "make each again from its image as it is seen, white where it is learned, or remove the mask"
+        report.findings.append(Finding(said, advice, problems, stops=True))
     return masks
 
 
-def _check_mask(path: Path) -> None:
+def _mask_problem(path: Path, picture: Picture, info: PictureInfo) -> str | None:
+    shown = f"the mask {printable(path)}"
     try:
-        extrema = load_mask(path).getextrema()
+        image = load_mask(path)
     except (Exception, PictureRejectedError) as error:
-        raise DataError(f"the mask {printable(path)} cannot be read: {error}; make it again or remove it") from error
-    if extrema[1] == 0:
-        raise DataError(f"the mask {printable(path)} is black everywhere: nothing to learn; white is what gets learned")
+        return f"{shown} cannot be read: {printable(str(error))}"
+    if problem := shape_problem(shown, image.size, picture, info):
+        is_turned = shape_problem(shown, (image.height, image.width), picture, info) is None
+        return problem + (" (an image is turned as its EXIF data says)" if is_turned else "")
+    if image.getextrema()[1] == 0:
+        return f"{shown} is black everywhere: nothing to learn"
+    return None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_aigc.data.images.conditions import shape_problem
 from lightning_aigc.data.images.crop import Sample, SourceImage
 from lightning_aigc.data.images.image_file import PictureInfo, looks_like_a_picture
 from lightning_aigc.data.images.verify import PictureVerifier
@@ -18,8 +19,6 @@ from lightning_aigc.data.index.sources import Picture
 from lightning_aigc.data.loader.buckets import BucketSettings, Placement, bucket_shapes, place
 from lightning_aigc.data.report.findings import Finding
 
-SHAPE_TOLERANCE = 0.02
-"""Share by which the aspect ratio of a source may differ from its image's, for rounding to whole pixels."""
 SMALLEST_SIDE, LONGEST_RATIO = 64, 8
 """Limits on a source in pixels and as longer by shorter side, which FLUX.2's pipeline refuses too."""
 REPEATED_FROM = 20
@@ -156,12 +155,8 @@ def _problem(
         return f"{shown} of {printable(picture.name)} cannot be read: {printable(result)}"
     if said := size_problem(result.width, result.height):
         return f"{shown} is {said}"
-    ratio = result.width * info.height / (result.height * info.width)
-    if settings.source_fit == "crop" and abs(ratio - 1) > SHAPE_TOLERANCE:
-        return (
-            f"{shown} is {result.width} x {result.height} and its image {printable(picture.name)} {info.width} x"
-            f" {info.height}: another shape, so their crops would not fit"
-        )
+    if settings.source_fit == "crop":
+        return shape_problem(shown, (result.width, result.height), picture, info)
     return None
 
 

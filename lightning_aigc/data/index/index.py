@@ -20,9 +20,8 @@ from lightning_aigc.data.index.sources import Picture
 from lightning_aigc.data.loader.buckets import Placement, bucket_shapes, place, place_in
 from lightning_aigc.data.loader.validation import held_out
 from lightning_aigc.data.report.checks import CHECKS
-from lightning_aigc.data.report.findings import DataCheckError, Finding
+from lightning_aigc.data.report.findings import DataCheckError
 from lightning_aigc.data.report.report import BucketRow, DataReport
-from lightning_aigc.errors import DataError
 
 Accepted = tuple[Picture, PictureInfo]
 
@@ -68,7 +67,7 @@ def build_index(settings: IndexSettings) -> TrainingIndex:
     report.count_written(*settings.written)
     folders = _check_folders(settings, report)
     accepted = {folder.role: folder.accepted for folder in folders}
-    masks = _find_masks(settings, [picture.name for picture, _ in accepted["train"]], report)
+    masks = find_masks(folders, settings, report)
     if stops := [finding for finding in report.findings if finding.stops]:
         raise DataCheckError(stops, report)
     _fill_captions(settings, folders, report)
@@ -120,16 +119,6 @@ def _check_folders(settings: IndexSettings, report: DataReport) -> list[CheckedF
     report.findings += pair_conditions(folders, settings)
     report.findings += pair_sources(folders, settings)
     return folders
-
-
-def _find_masks(settings: IndexSettings, names: Sequence[str], report: DataReport) -> list[Path | None]:
-    if not names:
-        return []
-    try:
-        return find_masks(settings.mask_folder, settings.use_alpha_mask, names, report)
-    except DataError as error:
-        report.findings.append(Finding(str(error), "look at data.init_args.mask_dir", stops=True))
-        return []
 
 
 def _fill_captions(settings: IndexSettings, folders: Sequence[CheckedFolder], report: DataReport) -> None:

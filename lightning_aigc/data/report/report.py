@@ -36,6 +36,8 @@ class DataReport:
     items_per_epoch: int = 0
     batches_per_epoch: int = 0
     masks: int | None = None
+    images_for_masks: int = 0
+    """Images that may have a mask: those for training, whether or not validation_split holds them out."""
     other_files: int = 0
     repeats: dict[int, int] = field(default_factory=dict)
     rejected: list[tuple[str, str]] = field(default_factory=list)
@@ -70,7 +72,8 @@ class DataReport:
         if self.class_images_found:
             lines.append(f"  class     {self.class_images_found} found, {self.class_images_used} used")
         if self.masks is not None:
-            lines.append(f"  masks     {self.masks} of {self.images_used}; an image without one is learned everywhere")
+            of = f"{self.masks} of {self.images_for_masks}"
+            lines.append(f"  masks     {of}; an image without one is learned everywhere")
         if set(self.repeats) - {1}:
             lines.append("  repeats   " + ", ".join(f"{n} images x {r}" for r, n in sorted(self.repeats.items())))
         if self.buckets:
