@@ -14,10 +14,10 @@ from PIL import Image
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.data.advice import advice_on
 from lightning_aigc.data.advice.captions import check_captions, check_prompts
-from lightning_aigc.data.advice.dataset_summary import Material, check_batch
+from lightning_aigc.data.advice.dataset_summary import Material, check_batch, check_crops
 from lightning_aigc.data.advice.faces import face_cells, share_kept
 from lightning_aigc.data.images.crop import Sample
-from lightning_aigc.data.loader.buckets import place_in
+from lightning_aigc.data.loader.buckets import BucketSettings, bucket_shapes, place, place_in
 from tools.embedded import drawing, world
 
 PROMPTS = ["a zorp umbrella", "a zorp mug"]
@@ -38,7 +38,7 @@ def advice(folder: Path | str, tmp_path: Path, prompts: list[str] = PROMPTS, ste
     index = data.index()
     own = sorted({row for bucket in index.buckets for row in bucket})
     samples = [index.samples[row] for row in own]
-    material = Material(samples, arguments.get("trigger_word"), prompts, steps * 4, data.buckets.enable_bucket)
+    material = Material(samples, arguments.get("trigger_word"), prompts, steps * 4, data.buckets)
     return "\n".join(advice_on(material))
 
 
@@ -145,8 +145,29 @@ def test_a_crop_of_half_a_picture_is_reported_with_its_sides(tmp_path: Path) -> 
     folder = write(tmp_path / "pictures", rows)
     said = advice(folder, tmp_path, enable_bucket=False)
     assert "12 of 12 images lose more than 20% to the crop" in said
-    assert "loses 50%, at its top and bottom" in said and "data.init_args.enable_bucket: true" in said
-    assert advice(folder, tmp_path, bucket_reso_steps=16, min_bucket_reso=32) == ""
+    assert "loses 50%, at its top and bottom" in said
+    assert said.endswith("; set data.init_args.enable_bucket: true and data.init_args.bucket_reso_steps: 16")
+    assert advice(folder, tmp_path).endswith("; set data.init_args.bucket_reso_steps: 16")
+    assert advice(folder, tmp_path, bucket_reso_steps=16) == "", "what it says ends it, buckets are on unless set"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "remedy"),
+    [
+        ([(640, 960)], {"enable_bucket": False}, "set data.init_args.enable_bucket: true"),
+        ([(400, 2400)], {}, "set data.init_args.min_bucket_reso: 128"),
+        ([(400, 2400), (9, 9000)], {}, "set data.init_args.min_bucket_reso: 128, and crop the rest yourself"),
+        ([(9, 9000)], {}, "crop them yourself"),
+    ],
+)
+def test_the_remedy_of_a_crop_is_the_one_that_ends_it(
+    sizes: list[tuple[int, int]], given: dict[str, bool], remedy: str
+) -> None:
+    buckets = BucketSettings(**given)
+    shapes = bucket_shapes(buckets)
+    samples = [Sample(Path("x"), "x", "", "", (h, w), place(w, h, buckets, shapes), 0) for w, h in sizes]
+    (said,) = check_crops(Material(samples, buckets=buckets))
+    assert said.rpartition("; ")[2] == remedy
 
 
 def test_a_masked_subject_that_is_small_in_latents_is_reported(tmp_path: Path) -> None:

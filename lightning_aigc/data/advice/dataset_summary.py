@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
-from lightning_aigc.data.loader.buckets import BucketSettings
+from lightning_aigc.data.loader.buckets import BucketSettings, bucket_shapes, place
 
 LOOKED_AT = 48
 """Images that are decoded; more would make the report of a large folder slow."""
@@ -27,7 +27,7 @@ class Material:
     """Prompts that the run will sample; empty without a Trainer."""
     pictures_in_training: int | None = None
     """Optimizer steps times user images in a step; None where the number of steps is unknown."""
-    enable_bucket: bool = True
+    buckets: BucketSettings = field(default_factory=BucketSettings)
     batch_size: int = 1
     """User images in a batch, on each device."""
     devices: int = 1
@@ -60,7 +60,7 @@ def material_of_run(
         trigger_word,
         list(getattr(module, "validation_prompts", None) or ()),
         steps * at_once if steps > 0 else None,
-        buckets.enable_bucket,
+        buckets,
         train_batch_size,
         devices,
         sum(map(len, index.buckets)),
@@ -112,6 +112,24 @@ LEAST_SHARE = 0.1
 """Share of the images that must lose that much."""
 
 
+def crop_remedy(material: Material, cut: Sequence[Sample], is_cut: Callable[[Sample], bool]) -> str:
+    """Settings of the buckets that end the cut: as few as possible, tried on up to LOOKED_AT of these samples.
+
+    Where none does, the samples have to be cropped by hand.
+    """
+    tried = [cut[i * len(cut) // min(LOOKED_AT, len(cut))] for i in range(min(LOOKED_AT, len(cut)))]
+    best, fewest = "", len(tried)
+    for settings in material.buckets.finer():
+        shapes = bucket_shapes(settings)
+        sizes = [(sample, *sample.original_size) for sample in tried]
+        placed = [replace(s, placement=place(width, height, settings, shapes)) for s, height, width in sizes]
+        if (still := sum(map(is_cut, placed))) < fewest:
+            best, fewest = f"set {settings.changes(material.buckets)}", still
+    if not best:
+        return "crop them yourself"
+    return f"{best}, and crop the rest yourself" if fewest else best
+
+
 def check_crops(material: Material) -> list[str]:
     """Report images that lose more than a fifth of their area to the crop."""
     cut = [sample for sample in material.samples if sample.placement.cropped_fraction > MOST_CROPPED]
@@ -120,11 +138,7 @@ def check_crops(material: Material) -> list[str]:
     worst = max(cut, key=lambda sample: sample.placement.cropped_fraction)
     across, down = worst.placement.spare
     sides = "top and bottom" if down > across else "left and right"
-    remedy = (
-        "crop them yourself, or lower data.init_args.min_bucket_reso and bucket_reso_steps"
-        if material.enable_bucket
-        else "set data.init_args.enable_bucket: true"
-    )
+    remedy = crop_remedy(material, cut, lambda sample: sample.placement.cropped_fraction > MOST_CROPPED)
     return [
         f"{len(cut)} of {len(material.samples)} images lose more than {MOST_CROPPED:.0%} to the crop "
         f"({named([sample.name for sample in cut])}; {worst.name} loses {worst.placement.cropped_fraction:.0%}, at its "

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_aigc.data.advice.dataset_summary import Material, named
+from lightning_aigc.data.advice.dataset_summary import Material, crop_remedy, named
 from lightning_aigc.data.images.crop import Sample, crop_offset
 from lightning_aigc.data.images.image_file import load_mask, load_picture
 
@@ -38,15 +38,20 @@ Box = tuple[float, float, float, float]
 
 def check_faces(material: Material) -> list[str]:
     """Report faces that the crop cuts and faces that are small after scaling."""
-    cut: list[str] = []
+    cut: list[Sample] = []
     small: list[tuple[str, float]] = []
     with_face = 0
+    boxes: dict[str, Sequence[Box]] = {}
     detector = _detector()
+
+    def is_cut(sample: Sample) -> bool:
+        return any(share_kept(face, sample) < LEAST_SHARE_KEPT for face in boxes[sample.name])
+
     for sample in material.looked_at:
-        faces = _boxes(sample, detector)
+        faces = boxes[sample.name] = _boxes(sample, detector)
         with_face += bool(faces)
-        if any(share_kept(face, sample) < LEAST_SHARE_KEPT for face in faces):
-            cut.append(sample.name)
+        if is_cut(sample):
+            cut.append(sample)
         cells = max((face_cells(face, sample) for face in faces), default=LEAST_CELLS)
         if cells < LEAST_CELLS:
             small.append((sample.name, cells))
@@ -54,8 +59,9 @@ def check_faces(material: Material) -> list[str]:
     if with_face < max(2, LEAST_FACES * len(material.looked_at)):
         return advice
     if cut:
-        remedy = "crop them yourself" if material.enable_bucket else "set data.init_args.enable_bucket: true"
-        advice.append(f"the crop cuts a face or subject in {len(cut)} images ({named(cut)}): {remedy}")
+        names = named([sample.name for sample in cut])
+        remedy = crop_remedy(material, cut, is_cut)
+        advice.append(f"the crop cuts a face or subject in {len(cut)} images ({names}): {remedy}")
     if small:
         least = min(cells for _, cells in small)
         advice.append(

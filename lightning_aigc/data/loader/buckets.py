@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from lightning_aigc.errors import DataError
 
@@ -38,6 +38,30 @@ class BucketSettings:
         keys = ("bucket_reso_steps", "resolution") if self.enable_bucket else ("resolution",)
         wrong = [(key, -(-value // step) * step) for key in keys if (value := getattr(self, key)) % step]
         return "set " + " and ".join(f"data.init_args.{key}: {value}" for key, value in wrong)
+
+    def finer(self) -> list[BucketSettings]:
+        """Settings with more buckets than these, those with the fewest and the smallest changes first.
+
+        Steps stay at 16 or more, which every model takes.
+        """
+        steps = dict.fromkeys([self.bucket_reso_steps, *(n for n in (32, 16) if n < self.bucket_reso_steps)])
+        lowest = dict.fromkeys([self.min_bucket_reso, *(n for n in (128, 64, 32) if n < self.min_bucket_reso)])
+        found = [
+            replace(self, enable_bucket=True, bucket_reso_steps=step, min_bucket_reso=low, max_bucket_reso=high)
+            for high in (self.max_bucket_reso, 2 * self.max_bucket_reso)
+            for low in lowest
+            for step in steps
+        ]
+        return sorted((f for f in found if f != self), key=lambda settings: len(settings._changed(self)))
+
+    def changes(self, before: BucketSettings) -> str:
+        """The settings that differ from others, as a configuration has them."""
+        rows = self._changed(before).items()
+        return " and ".join(f"data.init_args.{key}: {str(value).lower()}" for key, value in rows)
+
+    def _changed(self, before: BucketSettings) -> dict[str, int]:
+        old = asdict(before)
+        return {key: value for key, value in asdict(self).items() if value != old[key]}
 
     @property
     def side_limits(self) -> tuple[int, int]:
