@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from fakes.models.small_lightning import WIDTH, Small
 from fakes.processes.ranks import run_ranks
+from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.transport import process_groups
 from lightning_aigc.sharding.local_parts import local_part
 from lightning_aigc.strategies import ZeROStrategy
@@ -107,6 +108,21 @@ def Sent(**arguments: Any) -> Any:  # noqa: N802  # stands for a class
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(work, 4, tmp_path_factory.mktemp("nodes"), gloo=False)
+
+
+def on_one_node(rank: int) -> str:
+    warnings.simplefilter("ignore")
+    try:
+        fit(rank, ZeROStrategy(stage=2, between_nodes="int3"), 1)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_one_node_is_refused_in_the_argument_s_own_words(tmp_path: Path) -> None:
+    (said, _) = run_ranks(on_one_node, 2, tmp_path, gloo=False)
+    wanted = "between_nodes: int3 wants several nodes with equally many ranks, two or more; got 2 ranks on 1 node(s)"
+    assert wanted in said and said.endswith("; leave between_nodes out") and "hierarchical" not in said
 
 
 def test_a_rank_sends_a_seventh_of_its_shards_gradient_between_nodes(ranks: list[dict[str, Any]]) -> None:

@@ -36,8 +36,8 @@ class ProcessGroups:
         possible = len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
         if hierarchical is True and not possible:
             raise ConfigError(
-                "hierarchical: true wants several nodes with equally many ranks, two or more; got "
-                f"{', '.join(str(len(ranks)) for ranks in self.nodes)} ranks on {len(self.nodes)} node(s); use auto"
+                f"hierarchical: true wants several nodes with equally many ranks, two or more; got {self.layout}; use"
+                " auto"
             )
         self.inside: CountedGroup | None = None
         if possible and hierarchical is not False:
@@ -79,6 +79,15 @@ class ProcessGroups:
             with suppress(ValueError):  # destroying the default group destroys them as well
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
+
+    @property
+    def layout(self) -> str:
+        """Ranks of each node, for an error.
+
+        >>> ProcessGroups.layout.fget(type("Groups", (), {"nodes": [[0, 1], [2]]}))
+        '2, 1 ranks on 2 node(s)'
+        """
+        return f"{', '.join(str(len(ranks)) for ranks in self.nodes)} ranks on {len(self.nodes)} node(s)"
 
     def _new_groups(self, groups: list[list[int]]) -> Any:
         """Make all of these groups, as every rank must, and return this rank's group."""

@@ -92,7 +92,12 @@ class ZeRO23Strategy(DeviceProcessGroup, ModelParallelStrategy):
         self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
 
         if self.between_nodes is not None:
-            self._groups = ProcessGroups(True, self._timeout or default_pg_timeout)
+            self._groups = ProcessGroups("auto", self._timeout or default_pg_timeout)
+            if self._groups.inside is None:
+                raise ConfigError(
+                    f"{self.label}: between_nodes: {self.between_nodes} wants several nodes with equally many ranks,"
+                    f" two or more; got {self._groups.layout}; leave between_nodes out"
+                )
 
     @property
     def shard_mesh(self) -> DeviceMesh:
