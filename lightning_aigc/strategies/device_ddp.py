@@ -84,7 +84,13 @@ class DeviceDDPStrategy(DeviceProcessGroup, DDPStrategy):
         self._note_progress()
         if self._late is not None:
             self._late.refuse_frozen()
-        return super().training_step(*args, **kwargs)
+        try:
+            return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            explained = None if self._late is None else self._late.explain_unused(error)
+            if explained is None:
+                raise
+            raise explained from error
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._note_progress(doing="a validation batch")

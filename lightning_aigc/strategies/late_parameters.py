@@ -5,6 +5,7 @@ DDP makes its buckets of the parameters that are trainable when it wraps a model
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,9 @@ from lightning_aigc._lightning import rank_zero_info
 from lightning_aigc.errors import ConfigError
 
 MOST_NAMED = 3
+FIND_UNUSED = "use strategy npu_sparse_find_unused_parameters_true"
+WAITED_FOR = "Expected to have finished reduction in the prior iteration"
+"""Begin of what torch's DDP says where a step left some gradients out."""
 
 
 class LateParameters:
@@ -40,8 +44,22 @@ class LateParameters:
         if frozen:
             raise ConfigError(
                 f"{self._label}: {named(frozen)} was frozen after the first step was set up, and all ranks wait for "
-                "its gradient; freeze it before the fit, or use strategy npu_sparse_find_unused_parameters_true"
+                f"its gradient; freeze it before the fit, or {FIND_UNUSED}"
             )
+
+    def explain_unused(self, error: RuntimeError) -> ConfigError | None:
+        """A sentence on the parameters that DDP waited for in vain; None for another error."""
+        if WAITED_FOR not in str(error):
+            return None
+        own = [name for name, p in self._module.named_parameters() if id(p) in self._in_buckets]
+        own = [name for name in own if name not in self._ignored]
+        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        places = [int(place) for place in listed[1].split()] if listed is not None else []
+        shown = named([own[place] for place in places if place < len(own)]) if places else "some of its parameters"
+        return ConfigError(
+            f"{self._label}: the loss does not depend on {shown}, and all ranks wait for these gradients; freeze them"
+            f" with requires_grad_(False), or {FIND_UNUSED}"
+        )
 
     @torch.no_grad()
     def average(self) -> None:

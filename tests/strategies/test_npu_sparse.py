@@ -83,6 +83,9 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     results["protect"] = refusal(lambda: fit(rank, strategy=strategy(protect=["hed"]), devices=2))
     dense = {"mode": "dense", "protect": ["hed"]}
     results["protect in mode dense"] = refusal(lambda: fit(rank, strategy=strategy(**dense), devices=2))
+    idle = Small()
+    idle.extra = torch.nn.Linear(8, 8)
+    results["idle layer"] = refusal(lambda: fit(rank, idle, strategy=strategy(), devices=2))
     embedding = Small()
     embedding.table = torch.nn.Embedding(8, 8, sparse=True)
     results["sparse gradients"] = refusal(lambda: fit(rank, embedding, strategy=strategy(), devices=2))
@@ -198,6 +201,12 @@ def test_a_validation_does_not_end_the_early_choice_of_blocks(both: list[Any]) -
 def test_accumulation_goes_without_anything_to_compress(both: list[Any]) -> None:
     assert len(both[0]["all protected"]) == 8
     assert all(torch.equal(a, b) for a, b in zip(both[0]["all protected"], both[1]["all protected"], strict=True))
+
+
+def test_a_layer_that_the_loss_does_not_depend_on_is_named_with_the_strategy_that_takes_it(both: list[Any]) -> None:
+    for said in (row["idle layer"] for row in both):
+        assert said.startswith("ConfigError: npu_sparse: the loss does not depend on extra.weight, extra.bias, and all")
+        assert said.endswith("or use strategy npu_sparse_find_unused_parameters_true")
 
 
 def test_unused_parameters_train_under_the_name_that_finds_them(both: list[Any]) -> None:
