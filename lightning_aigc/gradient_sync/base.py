@@ -25,6 +25,7 @@ class Sync(ABC):
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self.step = self.skipped_steps = 0
+        """Steps of the run with finite gradients, those before this sync included, and its steps without."""
         self.report: StepReport | None = None
         self._is_closed = False
 

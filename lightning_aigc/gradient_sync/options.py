@@ -53,7 +53,7 @@ class SyncOptions:
         protect: Name patterns of parameters that are sent uncompressed in float32, as in FusedBackwardPrecision; a
             pattern that covers nothing is an error. null protects vae.decoder and mid_block.attentions where the model
             has them, and nothing of a LoRA, where they would be nearly half of the bytes; [] protects nothing.
-        warmup_steps: Dense steps before compression begins.
+        warmup_steps: Dense steps at the beginning of a run; one that resumes has had them.
         error_feedback: Add the part that was not sent to the next gradient; without it the loss suffers visibly.
         hierarchical: Whether ranks of one node first reduce among themselves, dense; auto does so where nodes have
             equally many ranks.

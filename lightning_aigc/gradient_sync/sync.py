@@ -68,6 +68,7 @@ class GradientSync(Sync):
         self.executor = make_executor(self._explain, self.device, overlap=options.overlap, lanes=groups.lanes)
         self._meter = StepMeter(groups, sum(p.numel() for _, p in self.parameters))
         self._is_drained = True
+        self._has_reduced = False  # a sparse mode selects by an earlier step's sums
         self._failed: SyncError | None = None
         self._submitted: dict[int, FlatUnit] = {}
         self._removable: list[Any] = []
@@ -75,8 +76,8 @@ class GradientSync(Sync):
     @property
     def compressing(self) -> bool:
         """Whether this step's gradients are compressed; otherwise they are sent uncompressed."""
-        first = int(MODES[self.options.mode].needs_dense_first_step)
-        return self.step >= max(self.options.warmup_steps, first)
+        is_first = MODES[self.options.mode].needs_dense_first_step and not self._has_reduced
+        return not is_first and self.step >= self.options.warmup_steps
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         super().attach(ddp)
@@ -180,6 +181,7 @@ class GradientSync(Sync):
             self.residuals.commit()
             self.reduction.commit()
             self.step += 1
+            self._has_reduced = True
         else:
             self.reduction.rollback()
             self.residuals.rollback()
@@ -197,6 +199,7 @@ class GradientSync(Sync):
             "ranks_inside": self.groups.ranks_inside,
             "mode": self.options.mode,
             "step": self.step,
+            "has_reduced": self._has_reduced,
             "accumulating": self.selection.is_accumulating,
             "residuals": self.residuals.by_name(),
             "reduction": self.reduction.state_dict(),
@@ -226,6 +229,7 @@ class GradientSync(Sync):
         self.selection.is_accumulating = bool(state.get("accumulating", False))
         if states[0]["mode"] == self.options.mode:
             self.reduction.load_state_dict(state["reduction"])
+            self._has_reduced = bool(state.get("has_reduced", self.step > 0))
         else:
             notes.append(f"the checkpoint was written in mode {states[0]['mode']}, this run is in {self.options.mode}")
         names = [entry.name for unit in self.residuals.units for entry in unit.entries]

@@ -197,6 +197,16 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         rank_zero_info(f"npu_sparse: mode local, {ranks} run(s) at {place.address} now, and more may come")
         self._note_progress()
 
+    def on_train_start(self) -> None:
+        """Count on from the run's steps where its checkpoint has none of this strategy: one device's, or another's."""
+        super().on_train_start()
+        if self.lightning_module is None or self._meets is not None:
+            return
+        taken = self.lightning_module.trainer.global_step
+        self._optimizer_steps = self._optimizer_steps or taken
+        if self._sync is not None and not self._checkpoint.is_loaded:
+            self._sync.step = taken
+
     def describe_wait(self) -> Sequence[str]:
         return [f"mode {self.mode}"] if self._sync is None else self._sync.describe_wait()
 

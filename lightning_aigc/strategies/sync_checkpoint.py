@@ -18,6 +18,8 @@ class SyncCheckpoint:
     KEY = "npu_sparse"
 
     def __init__(self) -> None:
+        self.is_loaded = False
+        """Whether the sync has the state of an earlier one."""
         self._expected = False
         self._states: list[dict[str, Any]] = []
         self._read: Callable[[Iterable[int]], list[dict[str, Any]]] = _nothing  # no lambda: spawn pickles a strategy
@@ -92,6 +94,7 @@ class SyncCheckpoint:
         Returns: sentences on what cannot be exact.
         """
         states, expected, self._states, self._expected = self._states, self._expected, [], False
+        self.is_loaded = False
         if not expected:
             return []
         if sync is None:
@@ -106,6 +109,7 @@ class SyncCheckpoint:
                 f"{self._error or 'another rank misses its sync state'}; the residuals of {self._saved_ranks} ranks "
                 "are lost, and compression starts anew"
             ]
+        self.is_loaded = True
         return sync.load_state_dict(states)
 
     def remove(self, checkpoint_io: Any, filepath: Any) -> None:

@@ -41,15 +41,16 @@ def saved_state(mode: str) -> dict[str, Any]:
         "ranks_inside": 1,
         "mode": mode,
         "step": 7,
+        "has_reduced": True,
         "accumulating": False,
         "residuals": {"matrix": {"start": 0, "values": RESIDUAL.clone()}},
         "reduction": REDUCTIONS[mode],
     }
 
 
-def make_sync(mode: Any) -> GradientSync:
+def make_sync(mode: Any, **arguments: Any) -> GradientSync:
     parameters = [("matrix", nn.Parameter(torch.zeros(SHAPE)))]
-    options = SyncOptions(mode=mode, overlap=False)
+    options = SyncOptions(mode=mode, overlap=False, **arguments)
     return GradientSync(parameters, options, EchoingGroups())
 
 
@@ -78,6 +79,22 @@ def test_a_state_loads_and_is_written_again_with_the_same_keys(mode: str) -> Non
     sync = make_sync(mode)
     assert sync.load_state_dict([saved_state(mode), saved_state(mode)]) == []
     assert_same(sync.state_dict(), saved_state(mode))
+
+
+@pytest.mark.parametrize("mode", REDUCTIONS)
+def test_a_run_that_goes_on_without_a_state_has_had_its_warm_up_and_lacks_sums_to_select_by(mode: str) -> None:
+    sync = make_sync(mode, warmup_steps=5)
+    assert not sync.compressing
+    sync.step = 7
+    selects = mode in ("sparse", "two_four")
+    assert sync.compressing != selects
+    step(sync, torch.ones(SHAPE))
+    assert sync.compressing and sync.step == 8
+    old = {key: value for key, value in saved_state(mode).items() if key != "has_reduced"}
+    for saved, is_ready in ((old, True), (old | {"mode": "bf16", "reduction": {}}, not selects)):
+        loaded = make_sync(mode, warmup_steps=5)
+        loaded.load_state_dict([saved] * 2)
+        assert loaded.compressing == is_ready, saved["mode"]
 
 
 def test_a_loaded_residual_goes_into_the_next_sum() -> None:

@@ -90,7 +90,11 @@ def state_of(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     else:
         states = {place: optimizer.state.get(p, {}) for place, p in enumerate(parameters)}
     flat = {f"{place} {key}": whole(value) for place in sorted(states) for key, value in states[place].items()}
-    return {"weights": {n: whole(p) for n, p in module.named_parameters()}, "states": flat, "step": trainer.global_step}
+    sync: Any = getattr(trainer.strategy, "sync", None)
+    return {
+        "weights": {n: whole(p) for n, p in module.named_parameters()}, "states": flat, "step": trainer.global_step,
+        "synced": trainer.global_step if sync is None else sync.step,
+    }  # fmt: skip
 
 
 def whole(tensor: Any) -> Tensor:
@@ -145,7 +149,7 @@ def test_every_pair_of_strategies_and_ranks_goes_on_with_equal_states(
             keeps_own = source[-1] == target[-1] and is_local(source) and is_local(target)
             for rank, of_one in enumerate(found):
                 assert_equal(of_one[pair][0], saved[source][rank] if keeps_own else mean(saved[source]), pair)
-                assert of_one[pair][-1]["step"] == STEPS + 2
+                assert of_one[pair][-1]["step"] == of_one[pair][-1]["synced"] == STEPS + 2, pair
                 if not is_local(target):
                     assert_equal(of_one[pair][-1], found[0][pair][-1], pair)
 
