@@ -32,7 +32,7 @@ from lightning_aigc.data.index.index_settings import IndexSettings
 from lightning_aigc.data.loader.buckets import BucketSettings
 from lightning_aigc.data.loader.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
 from lightning_aigc.data.loader.sampler import BucketBatchSampler
-from lightning_aigc.data.loader.validation import NOTHING_HELD_OUT, validation_loader
+from lightning_aigc.data.loader.validation import NOTHING_HELD_OUT, NOTHING_WAS_HELD_OUT, validation_loader
 from lightning_aigc.data.report.findings import DataCheckError
 from lightning_aigc.data.report.report import DataReport
 from lightning_aigc.errors import DataError
@@ -228,7 +228,8 @@ class ImageCaptionData(LightningDataModule):
         index, trainer = self.index(), self.trainer
         if not index.validation:
             if self._stage in ("validate", "test"):
-                raise DataError(NOTHING_HELD_OUT)
+                is_trained = trainer is not None and (trainer.ckpt_path is not None or trainer.global_step > 0)
+                raise DataError(NOTHING_WAS_HELD_OUT if is_trained else NOTHING_HELD_OUT)
             return []
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
         caches, batch_size = self.validation_caches, self.train_batch_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import yaml
 from PIL import Image
 
+from lightning_aigc.cli.fit.evaluate import trained_images
 from lightning_aigc.diffusion import DiffusionControlNet, StableDiffusionLoRA
 from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.errors import ModelError
@@ -63,6 +65,48 @@ def test_validate_test_and_predict_use_the_runs_snapshot(command: Command, quick
     predicted = np.asarray(Image.open(tmp_path / "run" / "predict.png"))
     last = np.asarray(Image.open(tmp_path / "run" / "samples" / "step_000002.png"))
     assert np.array_equal(predicted, last), "the same weights, prompts and seeds"
+
+
+def test_held_out_images_that_the_run_trained_on_are_named(command: Command, quick: Path, tmp_path: Path) -> None:
+    config = yaml.safe_load(quick.read_text(encoding="utf-8"))
+    config["data"]["init_args"]["validation_split"] = 0.0
+    quick.write_text(yaml.safe_dump(config), encoding="utf-8")
+    untrained = command("validate", "-c", quick)
+    assert untrained.code != 0 and "set data.init_args.validation_split, such as 0.1, or" in untrained.err
+    assert command("fit", "-c", quick).code == 0
+    alone = command("validate", "-c", quick)
+    assert alone.code != 0 and "set data.init_args.validation_data_dir to a folder of images" in alone.err
+    assert "such as 0.1" not in alone.err
+    split = ("--data.init_args.validation_split", "0.3")
+    with pytest.warns(UserWarning, match=r"had data.init_args.validation_split: 0.0, not 0.3: .* held out now were"):
+        leaky = command("test", "-c", quick, *split)
+    assert leaky.code == 0 and "test_loss" in leaky.out
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the run of this snapshot")
+        assert command("test", "-c", quick, *split, "--ckpt_path", "none").code == 0
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ({"validation_split": 0.1}, {"validation_split": 0.1}, ""),
+        ({"validation_split": 0.1}, {"validation_split": 0.3}, "set data.init_args.validation_split: 0.1, or set"),
+        ({"validation_split": 0.1, "train_data_dir": "a"}, {"validation_split": 0.1, "train_data_dir": "b"}, ""),
+        ({"validation_split": 0.1}, {"validation_split": 0.3, "train_data_dir": "b"}, "may have been trained on"),
+        ({"validation_split": 0.1}, {"validation_split": 0.1, "source_data_dir": "b"}, "were trained on"),
+        ({"validation_split": 0.0, "train_data_dir": "a"}, {"validation_data_dir": "b"}, ""),
+        (
+            {"validation_split": 0.0, "train_data_dir": "a"},
+            {"validation_data_dir": "./a/in"},
+            "the run of this snapshot",
+        ),
+        ({"shards_dir": "shards"}, {"validation_shards_dir": "shards/"}, "validation_shards_dir to a folder of other"),
+        ({"shards_dir": "shards"}, {"validation_shards_dir": "held"}, ""),
+    ],
+)
+def test_data_of_a_snapshots_run_are_no_held_out_data(was: dict[str, Any], now: dict[str, Any], said: str) -> None:
+    lines = trained_images(*({f"data.init_args.{k}": v for k, v in given.items()} for given in (was, now)))
+    assert (len(lines) == 1 and said in lines[0]) if said else not lines
 
 
 def test_predict_of_a_controlnet_takes_the_conditions_of_the_data(

@@ -228,7 +228,9 @@ class AIGCCLI(LightningCLI):
         if given.get("weights_only") is None:  # with None Lightning runs the code in a checkpoint of an http address
             given["weights_only"] = True
         if subcommand in EVALUATION_VERBS and isinstance(self.model, DiffusionTraining):
-            given["ckpt_path"] = load_weights(self.trainer, given.get("ckpt_path"))
+            given["ckpt_path"] = load_weights(
+                self.trainer, given.get("ckpt_path"), self.model, self.datamodule, subcommand
+            )
             if subcommand == "predict" and not is_overridden(
                 "predict_dataloader", self.datamodule, LightningDataModule
             ):

@@ -22,6 +22,11 @@ NOTHING_HELD_OUT = (
     "no images are held out, so there is nothing to validate on; set data.init_args.validation_split, such as 0.1,"
     " or data.init_args.validation_data_dir to a folder of images that are not trained on"
 )
+NOTHING_WAS_HELD_OUT = (
+    "no images are held out, so there is nothing to validate on; set data.init_args.validation_data_dir to a folder of"
+    " images that were not trained on (data.init_args.validation_split has to be set before a training)"
+)
+"""The same of a trained model, which may know every image of its folder."""
 
 
 def held_out(contents: Sequence[str], share: float) -> set[int]:
