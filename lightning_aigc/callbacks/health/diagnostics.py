@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_aigc._lightning import LightningModule
 from lightning_aigc.callbacks.health.alerts.alert_tracker import AlertTracker
 from lightning_aigc.callbacks.health.alerts.alerts import Alert, CheckName, Finding
-from lightning_aigc.callbacks.health.checks import POLICIES, STEP_CHECKS
+from lightning_aigc.callbacks.health.checks import POLICIES, RATE_TOO_HIGH, STEP_CHECKS
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE, explain_non_finite, non_finite_gradients
 from lightning_aigc.callbacks.health.checks.ranks import RANK_DIVERGENCE, check_ranks
@@ -73,9 +73,8 @@ class Diagnostics:
         self.named = trained(named)
         for i, optimizer in enumerate(optimizers):
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            # A single optimizer reads what it does not hold too: those gradients say as much.
-            own = [(name, p) for name, p in self.named if id(p) in held] if len(optimizers) > 1 else self.named
-            self.history(i).attach(own)
+            # Nothing zeroes the gradients of what no optimizer holds: they grow, and say nothing.
+            self.history(i).attach([(name, p) for name, p in self.named if id(p) in held])
         for check in self.checks:
             check.attach(model, self.named, frozen(named))
         self._is_sharded = any(isinstance(p, DTensor) for _, p in self.named)
@@ -193,8 +192,13 @@ class Diagnostics:
 
     def _run(self, checks: Sequence[Check], reading: StepReading) -> list[Alert]:
         """Run checks and track what they find."""
-        alerts = []
+        alerts: list[Alert] = []
+        known = -1
         for check in checks:
+            if known != len(alerts):
+                known, said = len(alerts), self.tracker.standing(RATE_TOO_HIGH)
+                if said is not None:
+                    reading.remedies, reading.too_high = reading.remedies.besides(said), said
             result: Findings | None = check.run(reading)
             if result is not None:
                 step = reading.step if result.step is None else result.step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Remedies:
     """The Trainer's gradient_clip_val."""
     snapshots: Path | None = None
     """Folder of the run's snapshots."""
+    too_high: str | None = None
+    """The standing warning that says that the learning rate is too high."""
 
     @classmethod
     def of(cls, trainer: Trainer, model: LightningModule) -> Remedies:
@@ -67,11 +69,17 @@ class Remedies:
             snapshots=_snapshots(trainer),
         )
 
+    def besides(self, too_high: str) -> Remedies:
+        """The remedies while a warning, named as `check of layer`, says that the learning rate is too high."""
+        return replace(self, too_high=too_high)
+
     def learning_rate(self, factor: float) -> str:
         """Multiply the learning rate, in the place that decides it: the config, the schedule, or what adapts it.
 
         Args: factor: it is limited to a tenth and to ten times, since one measurement says no more.
         """
+        if factor > 1 and self.too_high is not None:
+            return f"that of {self.too_high}: the learning rate is too high, not too low"
         factor = min(max(factor, 1 / LARGEST_FACTOR), LARGEST_FACTOR)
         key = "model.init_args.learning_rate" if "learning_rate" in self.model_keys else "learning_rate"
         elsewhere = self._more_elsewhere() if factor > 1 else self._less_elsewhere(factor, key)

@@ -76,6 +76,8 @@ class StepReading:
     stage: TrainingStage = field(default_factory=TrainingStage)
     stats: ParameterStats | None = None
     """Each parameter's numbers, at a look or where the norm of all gradients is a spike."""
+    too_high: str | None = None
+    """The standing warning, as `check of layer`, that says that the learning rate is too high."""
     is_spike: bool = False
     """Whether the norm of all gradients stands out of its history."""
 

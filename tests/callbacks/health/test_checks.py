@@ -8,14 +8,19 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from fakes.models.denoisers import Denoiser, fit
 from lightning_aigc.callbacks.health import GradientHealthMonitor, diagnostics
-from lightning_aigc.callbacks.health.alerts.alerts import Finding, Policy
+from lightning_aigc.callbacks.health.alerts.alerts import Alert, Finding, Policy
 from lightning_aigc.callbacks.health.checks import CHECK_NAMES, OTHER_CHECKS, STEP_CHECKS
-from lightning_aigc.callbacks.health.checks.gradients import check_gradients
+from lightning_aigc.callbacks.health.checks.gradients import GradientCheck, check_gradients
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
+from lightning_aigc.callbacks.health.diagnostics import Diagnostics
 from lightning_aigc.callbacks.health.parameter_stats import ParameterStats
+from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.step_reading import BatchedReadback, StepReading
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
@@ -88,6 +93,98 @@ def test_a_controlnets_zero_convolutions_excuse_what_is_behind_them_until_they_h
     assert found({zero: 0.0, entry: 0.0}) == set()
     assert found({zero: 4.0, entry: 0.0}) == {copy, entry}  # the hint embedding still waits for its own
     assert found({zero: 4.0, entry: 4.0}) == {copy, hint, entry}
+
+
+def perceptron(held: str = "", bias: float = 0.0, *, act: type[nn.Module] = nn.ReLU) -> Any:
+    """Layers of which the optimizer holds those whose names begin with `held`."""
+
+    class Training(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.net = nn.Sequential(nn.Linear(8, 16), act(), nn.Linear(16, 16), act(), nn.Linear(16, 8))
+            nn.init.constant_(self.net[2].bias, bias)  # type: ignore[arg-type]
+            self.dies_at = -1
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == self.dies_at:
+                with torch.no_grad():
+                    self.net[2].bias.fill_(-1000)  # type: ignore[union-attr, operator]
+            x_NC = torch.randn(16, 8, generator=torch.Generator().manual_seed(batch_idx))
+            loss: Tensor = (self.net(x_NC) - x_NC.roll(1, 1)).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for n, p in self.named_parameters() if n.startswith(held)], 1e-2)
+
+    return Training()
+
+
+def alerts_of(module: Any, tmp_path: Path, steps: int = 30) -> list[Alert]:
+    monitor = GradientHealthMonitor(every_n_steps=2, page=False)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, max_steps=steps, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[monitor],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(torch.zeros(steps, 1)))
+    return monitor.alerts
+
+
+def test_a_parameter_that_no_optimizer_holds_gets_one_diagnosis(tmp_path: Path) -> None:
+    found = alerts_of(perceptron(held="net.0"), tmp_path, steps=60)
+    others = {f"net.{i}.{kind}" for i in (2, 4) for kind in ("weight", "bias")}
+    assert {(a.layer, a.check) for a in found if a.layer in others} == {(name, "not_in_optimizer") for name in others}
+
+
+@pytest.mark.parametrize(("act", "bias"), [(nn.ReLU, -1000.0), (nn.Sigmoid, 1e5)])
+def test_no_rate_is_the_remedy_of_gradients_that_were_zero_from_the_first_look(
+    act: type[nn.Module], bias: float, tmp_path: Path
+) -> None:
+    found = [a for a in alerts_of(perceptron(bias=bias, act=act), tmp_path) if a.check == "no_gradient"]
+    assert {a.layer for a in found} >= {"net.0.weight", "net.2.weight"}
+    assert all("other initial values (bias, scale)" in a.remedy and "learning_rate" not in a.remedy for a in found)
+
+
+def test_units_that_die_in_training_want_a_lower_rate_from_an_earlier_snapshot(tmp_path: Path) -> None:
+    module = perceptron()
+    module.dies_at = 12
+    found = [a for a in alerts_of(module, tmp_path) if a.check == "no_gradient" and a.layer == "net.2.weight"]
+    assert found
+    assert all(a.remedy.startswith("learning_rate: 0.005, from a snapshot of when it had") for a in found)
+
+
+def test_no_remedy_raises_the_rate_while_a_warning_says_that_it_is_too_high(tmp_path: Path) -> None:
+    class Overshoots(CountingCheck):
+        """Says so of another layer, at the first ten steps."""
+
+        policies: ClassVar = {"update_ratio": Policy()}
+
+        def run(self, reading: StepReading) -> Findings | None:
+            far = [Finding("update_ratio", "net.4", "warning", "far", "the rate", "a lower one")] * (reading.step < 10)
+            return Findings(far, self.policies)
+
+    diagnosed, module = Diagnostics(HealthThresholds()), perceptron()
+    diagnosed.attach(module, [module.configure_optimizers()])
+    diagnosed.checks = [Overshoots(), GradientCheck()]
+    remedies = Remedies(rate=1e-2)
+    said: dict[int, list[Alert]] = {}
+    for step in range(1, 40):
+        stats = stats_of({"net.0.weight": 1e-9 if step > 2 else 1.0, "net.4": 1.0}, {})
+        reading = diagnosed._reading(step, diagnosed.history(0), {}, remedies, is_due=True)
+        reading.stats = stats
+        said[step] = [a for a in diagnosed._run(diagnosed.checks, reading) if a.check == "vanishing"]
+    (first,) = said.pop(3)
+    assert (first.level, first.remedy) == ("info", "that of update_ratio of net.4")
+    (later,) = [alert for alerts in said.values() for alert in alerts if alert.level != "info"]
+    assert later.step > 10 and later.remedy == "learning_rate: 0.02"
+    assert "too high, not too low" in remedies.besides("update_ratio of net.4").learning_rate(10)
+    assert remedies.besides("update_ratio of net.4").learning_rate(0.5) == "learning_rate: 0.005"
+
+
+def test_a_layer_that_vanishes_beside_one_that_explodes_wants_no_higher_rate() -> None:
+    found = check_gradients(stats_of({"a": 1e-9, "b": 1e5}, {}), HealthThresholds(), Remedies(rate=1e-2))
+    assert [(f.check, f.level) for f in found] == [("vanishing", "info"), ("exploding", "warning")]
+    assert found[0].remedy == "that of exploding of b"
 
 
 class FakeRemedies:

@@ -75,6 +75,11 @@ class AlertTracker:
         entry = self._entries.get((check, layer))
         return entry is not None and entry.seen > 0
 
+    def standing(self, checks: Collection[CheckName]) -> str | None:
+        """The first warning or error of these checks that is not forgotten, as `check of layer`."""
+        told = (key for key, entry in self._entries.items() if entry.reported in ("warning", "error"))
+        return next((f"{check} of {layer}" for check, layer in told if check in checks), None)
+
     def _level(self, finding: Finding, seen: int) -> Level:
         policy = self._policies.get(finding.check, Policy())
         if seen < policy.confirm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from lightning_aigc.callbacks.health.alerts.alerts import CheckName, Policy
 from lightning_aigc.callbacks.health.checks.clipping import ClippingCheck
@@ -19,8 +19,8 @@ STEP_CHECKS: tuple[type[Check], ...] = (
     LossScaleCheck,
     UpdateCheck,
     LossCheck,
-    GradientCheck,
     LoRACheck,
+    GradientCheck,
     FrozenCheck,
     ClippingCheck,
 )
@@ -34,5 +34,7 @@ POLICIES: Mapping[CheckName, Policy] = {
     for policies in (*(check.policies for check in STEP_CHECKS), OTHER_CHECKS)
     for name, policy in policies.items()
 }
+RATE_TOO_HIGH: Collection[CheckName] = ("update_ratio", "lora_delta", "exploding", "loss_spike")
+"""Checks whose warnings want a lower learning rate; while one stands, no remedy raises it."""
 CHECK_NAMES: tuple[CheckName, ...] = tuple(POLICIES)
 """Every name that an alert may have; docs/health.md describes each."""

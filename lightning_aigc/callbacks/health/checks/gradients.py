@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from lightning_aigc.callbacks.health.alerts.alerts import Finding, Level, Policy
@@ -50,6 +51,8 @@ class GradientCheck(Check):
         if stats is None:
             return None
         found = check_gradients(stats, reading.limits, reading.remedies, reading.layer_norms, reading.stage)
+        if reading.too_high is not None:
+            found = _without_faint(found, reading.too_high)
         if reading.is_spike and not any(f.check == "exploding" for f in found):
             found.append(spike_of_all(stats, reading.norm, reading.history.all_norms, reading.remedies))
         # Between two looks only the suspicion itself is judged; the rest would be counted too often.
@@ -85,7 +88,8 @@ def check_gradients(
         elif stats.gradient_norm[i] == 0:
             if name not in young and stats.sizes[i]:
                 is_idle = stage.is_fitted or _is_beside_a_weight(name, gradients, above=0.0)
-                findings.append(_zero(name, remedies, "info" if is_idle else "warning"))
+                had_one = history is not None and len(history) > 0
+                findings.append(_zero(name, remedies, "info" if is_idle else "warning", had_one=had_one))
         elif not math.isfinite(stats.gradient_norm[i]):
             pass  # non_finite reports it
         else:
@@ -95,7 +99,17 @@ def check_gradients(
             earlier = None if f".{HINT}." in f".{name}" else history
             findings += _too_large(stats, i, limits, remedies, stage, earlier, total)
             findings += _of_values(stats, i, limits, remedies)
-    return findings
+    large = next((finding for finding in findings if finding.check == "exploding"), None)
+    return findings if large is None else _without_faint(findings, f"exploding of {large.layer}")
+
+
+def _without_faint(findings: Sequence[Finding], too_high: str) -> list[Finding]:
+    """Findings in which a gradient that vanishes is an info: a rate that is too high saturates what follows."""
+    cause = f"weights that a learning rate which is too high has made large, as {too_high} says"
+    return [
+        replace(f, level="info", cause=cause, remedy=f"that of {too_high}") if f.check == "vanishing" else f
+        for f in findings
+    ]
 
 
 def _behind_young_convolutions(stats: ParameterStats) -> set[str]:
@@ -136,15 +150,22 @@ def _is_beside_a_weight(name: str, gradients: Mapping[str, float], above: float)
     return name.endswith("bias") and gradients.get(f"{name.removesuffix('bias')}weight", math.nan) > above
 
 
-def _zero(name: str, remedies: Remedies, level: Level) -> Finding:
-    return Finding(
-        "no_gradient",
-        name,
-        level,
-        "every value of its gradient is zero",
-        "dead units behind it, a product with zero, or gradients too small for float16",
-        remedies.mixed_precision() if remedies.precision.startswith("16") else remedies.learning_rate(0.5),
-    )
+def _zero(name: str, remedies: Remedies, level: Level, *, had_one: bool) -> Finding:
+    """The finding of a gradient of zeros.
+
+    Args: had_one: it had another one at an earlier look; without one, no learning rate brings it.
+    """
+    said = "every value of its gradient is zero" + (", and was not before" if had_one else "")
+    if remedies.precision.startswith("16"):
+        cause = "gradients too small for float16, dead units in it or behind it, or a product with zero"
+        return Finding("no_gradient", name, level, said, cause, remedies.mixed_precision())
+    if had_one:
+        cause = "its units, or those behind it, died in training: a learning rate that is too high"
+        remedy = f"{remedies.learning_rate(0.5)}, from a snapshot of when it had a gradient"
+        return Finding("no_gradient", name, level, said, cause, remedy)
+    cause = "it or a layer behind it passes nothing back: dead or saturated units, or a product with zero"
+    remedy = f"other initial values (bias, scale) there, no factor of zero; or {name}.requires_grad_(False)"
+    return Finding("no_gradient", name, level, said, cause, remedy)
 
 
 def _too_small(
@@ -249,7 +270,7 @@ def _of_values(stats: ParameterStats, i: int, limits: HealthThresholds, remedies
                 "info",
                 f"{stats.zero_share[i]:.0%} of its gradient's values are zero",
                 "rows that this batch does not use (an embedding), dead units, or a sparse gradient",
-                "nothing for an embedding; else a smaller learning rate: " + remedies.learning_rate(0.5),
+                f"nothing for an embedding; against units that die in training {remedies.learning_rate(0.5)}",
             )
         ]
     return []
