@@ -5,6 +5,7 @@ Needs no torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -99,7 +100,7 @@ class Job:
             raise ConfigError(f"overlap_share must be in [0, 1], got {self.overlap_share}")
         if self.local_steps < 1:
             raise ConfigError(f"local_steps must be at least 1, got {self.local_steps}")
-        if self.bucket_bytes <= 0:
+        if not 0 < self.bucket_bytes < math.inf:
             raise ConfigError(f"a bucket must hold more than 0 MB, got {self.bucket_bytes / 1e6:g}; set 25, DDP's own")
         if self.device not in COMPRESSION_BPS:
             raise ConfigError(f"device must be one of {', '.join(COMPRESSION_BPS)}; got {self.device!r}")

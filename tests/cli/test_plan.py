@@ -157,6 +157,11 @@ def test_a_large_model_wants_its_step_time(
         ((*FORTY_EIGHT, *GIVEN, "--sparsity", "1"), r"sparsity must be in [0, 1), got 1.0"),
         ((*FORTY_EIGHT, *GIVEN, "-c", "nowhere.yaml"), "nowhere.yaml cannot be read"),
         ((*FORTY_EIGHT, "--step_time", "0", "--trainable", "1M"), "--step_time must be above 0"),
+        (
+            (*FORTY_EIGHT, "--trainable", "1M", "--measured", "1x8:64:0.5", "--batch", "0"),
+            "--batch must be above 0, got 0; leave it out for the measured run's",
+        ),
+        ((*FORTY_EIGHT, *GIVEN, "--bucket_mb", "nan"), "a bucket must hold more than 0 MB, got nan"),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_line(command: Command, arguments: tuple[str, ...], said: str) -> None:

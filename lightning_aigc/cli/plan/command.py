@@ -321,6 +321,8 @@ def _step_time(args: argparse.Namespace, counted: Any) -> tuple[float, str]:
     if args.measured is not None:
         if args.step_time is not None:
             raise ConfigError("--measured and --step_time both give the time of a step; leave one of them out")
+        if args.batch is not None and not 0 < args.batch < math.inf:
+            raise ConfigError(f"--batch must be above 0, got {args.batch:g}; leave it out for the measured run's")
         return args.measured.step_s, "measured"
     if args.batch is not None:
         raise ConfigError("--batch needs a run to scale from; add --measured, such as --measured 1x8:64:0.508")
