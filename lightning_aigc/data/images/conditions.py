@@ -23,7 +23,9 @@ from lightning_aigc.data.report.report import DataReport
 SHAPE_TOLERANCE = 0.02
 """Share by which the aspect ratio of a condition, source or mask may differ from its image's, for rounding to whole
 pixels."""
+UNMATCHED = "remove these {}, or give each the name of its image"
 REMEDY = "give every image a condition of its name in data.init_args.conditioning_data_dir"
+LISTED_REMEDY = "list a conditioning_image for every image in metadata.jsonl"
 
 
 def pair_conditions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
@@ -49,12 +51,13 @@ def pair_conditions(folders: Sequence[CheckedFolder], settings: IndexSettings) -
         if missing:
             names = ", ".join(printable(name) for name in missing[:3])
             said = f"{len(missing)} of {len(accepted)} images in {each.shown} have no condition, such as {names}"
-            yield Finding(said, REMEDY, stops=True)
+            yield Finding(said, REMEDY if folder is not None else LISTED_REMEDY, stops=True)
         for problem in filter(None, (_problem(picture, info) for picture, info in accepted)):
             yield Finding(problem, "make it again from its image, or leave the image out", stops=True)
     if by_name:
         names = ", ".join(printable(path) for path in list(by_name.values())[:3])
-        yield Finding(f"{len(by_name)} conditions match no image, such as {names}", REMEDY, stops=True)
+        said = f"{len(by_name)} conditions match no image, such as {names}"
+        yield Finding(said, UNMATCHED.format("conditions"), stops=True)
 
 
 def _problem(picture: Picture, info: PictureInfo) -> str | None:

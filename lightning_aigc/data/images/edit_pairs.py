@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_aigc.data.images.conditions import shape_problem
+from lightning_aigc.data.images.conditions import UNMATCHED, shape_problem
 from lightning_aigc.data.images.crop import Sample, SourceImage
 from lightning_aigc.data.images.image_file import PictureInfo, looks_like_a_picture
 from lightning_aigc.data.images.verify import PictureVerifier
@@ -24,6 +24,7 @@ SMALLEST_SIDE, LONGEST_RATIO = 64, 8
 REPEATED_FROM = 20
 """Pairs from which one instruction for all is reported."""
 REMEDY = "give every image a source of its name in data.init_args.source_data_dir, or leave the image out"
+LISTED_REMEDY = "list a source for every image in metadata.jsonl or captions.csv, or leave the image out"
 NUMBERED = re.compile(r"(.+)_(\d{1,4})")
 
 
@@ -53,11 +54,11 @@ def pair_sources(folders: Sequence[CheckedFolder], settings: IndexSettings) -> I
             for picture in each.used:
                 picture.sources = _sources_of(_stem(picture.name), by_name, own)
                 unused.difference_update(picture.sources)
-        yield from _missing(each)
+        yield from _missing(each, REMEDY if by_name else LISTED_REMEDY)
         yield from _inspect(each, settings)
     if unused:
         names = ", ".join(printable(path) for path in sorted(unused)[:3])
-        yield Finding(f"{len(unused)} sources match no image, such as {names}", REMEDY, stops=True)
+        yield Finding(f"{len(unused)} sources match no image, such as {names}", UNMATCHED.format("sources"), stops=True)
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:
@@ -85,13 +86,13 @@ def _sources_of(stem: str, by_name: Sequence[Mapping[str, Path]], own: set[str])
     return tuple(found)
 
 
-def _missing(folder: CheckedFolder) -> Iterator[Finding]:
+def _missing(folder: CheckedFolder, remedy: str) -> Iterator[Finding]:
     """Images without a source, and images with more or fewer than the others."""
     missing = [picture.name for picture in folder.used if not picture.sources]
     if missing:
         names = ", ".join(printable(name) for name in missing[:3])
         said = f"{len(missing)} of {len(folder.used)} images in {folder.shown} have no source, such as {names}"
-        yield Finding(said, REMEDY, stops=True)
+        yield Finding(said, remedy, stops=True)
     counts = Counter(len(picture.sources) for picture in folder.used if picture.sources)
     if len(counts) > 1:
         usual = counts.most_common(1)[0][0]
