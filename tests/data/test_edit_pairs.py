@@ -194,7 +194,7 @@ def equal(targets: Path, sources: Path) -> dict[str, Any]:
 
 BAD: dict[str, tuple[Any, str]] = {
     "missing": (lambda t, s: (s / "0.png").unlink(), "1 of 4 images in .* have no source, such as 0.png. Give every"),
-    "left over": (replaced("other.png", (64, 64)), "1 sources match no image, such as .*other.png. Remove these sources"),
+    "left over": (replaced("other.png", (64, 64)), "1 sources match no image, .*other.png. Remove these sources"),
     "counts": (wrong_count, "0.png has 2 sources and most images in .* have 1"),
     "broken": (broken, "the source .*0.png of 0.png cannot be read"),
     "shape": (replaced("0.png", (64, 80)), "64 x 80 and its image 0.png 80 x 64: another shape.*source_fit: own"),

@@ -128,11 +128,6 @@ class LoRA(Method):
                 " unset, or set model.init_args.base_quantization: int8 for less memory"
             )
         unet_lora_config(self.lora_targets, self.rank, self.alpha)
-        if self.text_encoder_lr is not None and not self.train_text_encoder:
-            raise ConfigError(
-                f"model.init_args.text_encoder_lr: {self.text_encoder_lr} is the rate of text encoders, which are not"
-                " trained; set model.init_args.train_text_encoder: true, or remove it"
-            )
         if self.use_dora and settings.base_quantization is not None:
             raise ConfigError(
                 "model.init_args.use_dora reads the base's weights at every step, which base_quantization packs; set"
@@ -222,6 +217,11 @@ class LoRA(Method):
                 denoiser.add_adapter(config)
                 warn_of_rank(denoiser, self.rank)
         if not self.train_text_encoder:
+            if self.text_encoder_lr is not None:
+                rank_zero_warn(
+                    f"model.init_args.text_encoder_lr: {self.text_encoder_lr} is not read, because text encoders are"
+                    " not trained; set model.init_args.train_text_encoder: true, or remove it"
+                )
             return {}
         targets = [t for t in self.lora_targets if t != "convolutions"] or ["attention"]
         unread_names = family.unread_names(components)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_aigc._lightning import Callback, Trainer
+from lightning_aigc._lightning import Callback, Trainer, rank_zero_warn
 from lightning_aigc.callbacks import SaveModel
 from lightning_aigc.devices import dtype_named
 from lightning_aigc.diffusion.families import Components, Family
@@ -84,12 +84,6 @@ class FullFineTuning(FullWeights):
                 " DiffusionFineTuning trains or saves in full precision; leave it unset, or train a LoRA on a packed"
                 " base with DiffusionLoRA"
             )
-        parts = self.trained_parts or ()
-        if self.text_encoder_lr is not None and not any(part.startswith(("text_encoder", "*")) for part in parts):
-            raise ModelError(
-                f"model.init_args.text_encoder_lr: {self.text_encoder_lr} is the rate of text encoders, which are not"
-                " trained; add text_encoder to model.init_args.trained_parts, or remove it"
-            )
         if family is not None and not family.trains_text_encoders and self.text_encoder_lr is not None:
             raise ModelError(
                 f"model.init_args.text_encoder_lr: the text encoders of {family.title} are not trained; remove it"
@@ -107,6 +101,11 @@ class FullFineTuning(FullWeights):
                 network.to(frozen)
             elif name in self.networks and name != denoiser:
                 encoders.append(network)
+        if self.text_encoder_lr is not None and not encoders:
+            rank_zero_warn(
+                f"model.init_args.text_encoder_lr: {self.text_encoder_lr} is not read, because text encoders are not"
+                " trained; add text_encoder to model.init_args.trained_parts, or remove it"
+            )
         if settings.gradient_checkpointing:
             recompute_text_encoders(encoders)
         return {"text_encoders": nn.ModuleList(encoders)}

@@ -25,7 +25,7 @@ from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import ControlNetTraining, DiffusionFineTuning, DiffusionLoRA, StableDiffusionLoRA
 from lightning_aigc.diffusion.pipeline import encoders
 from lightning_aigc.embedded import resolve
-from lightning_aigc.errors import DataError, ModelError, UserError
+from lightning_aigc.errors import DataError, ModelError
 
 pytestmark = [
     pytest.mark.usefixtures("without_report_page"),
@@ -660,12 +660,17 @@ def test_the_exported_lora_draws_the_same_pictures_in_plain_diffusers(tmp_path: 
         ("snr_gamma", 0.0, "snr_gamma must be above 0"),
         ("learning_rate", math.nan, "learning_rate"),
         ("checkpoints_total_limit", -2, "checkpoints_total_limit"),
-        ("text_encoder_lr", 1e-4, "text_encoder_lr: 0.0001 is the rate of text encoders, which are not trained"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_read(argument: str, value: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(ModelError, match=said):
         StableDiffusionLoRA("no/such/folder", **{argument: value})
+
+
+@pytest.mark.parametrize("kind", [DiffusionLoRA, DiffusionFineTuning])
+def test_a_rate_of_text_encoders_that_are_not_trained_is_named(kind: Any, sd: str) -> None:
+    with pytest.warns(UserWarning, match=r"text_encoder_lr: 0.0001 is not read, because text encoders are not trained"):
+        kind(sd, text_encoder_lr=1e-4).configure_model()
 
 
 @pytest.mark.parametrize("kind", [DiffusionLoRA, DiffusionFineTuning, ControlNetTraining])
