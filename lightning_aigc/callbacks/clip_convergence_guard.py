@@ -88,10 +88,11 @@ class CLIPConvergenceGuard(Callback):
         if metric not in (*OF_PROMPTS, *OF_EDITS):
             wanted = ", ".join((*OF_PROMPTS, *OF_EDITS))
             raise ConfigError(f"got CLIPConvergenceGuard metric={metric!r}; wanted one of {wanted}")
-        for name, value in (("every_n_steps", every_n_steps), ("num_images", num_images), ("patience", patience)):
+        counts = {"every_n_steps": every_n_steps, "num_images": num_images, "patience": patience}
+        for name, value in (counts | {"reference_images": reference_images}).items():
             if value < 1:
                 raise ConfigError(f"CLIPConvergenceGuard {name} must be at least 1, got {value}")
-        if min_delta is not None and min_delta < 0:
+        if min_delta is not None and not min_delta >= 0:
             raise ConfigError(
                 f"CLIPConvergenceGuard min_delta must be at least 0, or None for the noise; got {min_delta}"
             )

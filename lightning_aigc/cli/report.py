@@ -7,6 +7,9 @@ from pathlib import Path
 
 from lightning_aigc.errors import ConfigError, DataError, UserError
 
+PAGES, TABLES = (".html", ".htm"), (".md", ".markdown", ".txt")
+"""Endings of what is written, none of which a run's measurements have."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
@@ -35,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.picture is not None:
         check_picture(args.picture)
+    for option, path, endings in (("--output", args.output, PAGES), ("--markdown", args.markdown, TABLES)):
+        if path is not None and path.suffix.lower() not in endings:
+            raise ConfigError(f"{option} must end in {' or '.join(endings)}, got {path}; name another file")
     records = [read_run(folder) for folder in dict.fromkeys(args.runs)]
     is_single = len(records) == 1
     try:

@@ -116,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
     if sampler.components.family.needs_sources:
         family = sampler.components.family.title
         raise ConfigError(f"{family} edits images; give those to start from: --source before.png")
+    if settings.data.get("source_data_dir"):
+        print("this run learned edits, and without images to edit it draws from the prompts alone: --source before.png")
     check_sample_size(sampler.components, args.resolution, "--resolution")
     check_sample_steps(sampler.components, args.num_inference_steps, "--num_inference_steps")
     steps, scale = args.num_inference_steps, args.guidance_scale
@@ -333,12 +335,15 @@ def draw_edits(args: argparse.Namespace, settings: Any, prompts: list[str], lora
     from lightning_aigc.callbacks.sampling.judges import as_pixels
     from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
     from lightning_aigc.diffusion.pipeline.generate import stacked
+    from lightning_aigc.diffusion.pipeline.image_sizes import check_sample_size, check_sample_steps
     from lightning_aigc.diffusion.samplers.lora import LoRASampler
 
     print(f"editing {len(opened)} images with {lora or settings.pipeline or 'the base model alone'}")
     sampler = LoRASampler(settings.model, settings.precision, settings.accelerator, lora)
     parts = sampler.components
     side = args.resolution or settings.data.get("resolution") or settings.model.get("sample_resolution")
+    check_sample_size(parts, args.resolution, "--resolution")
+    check_sample_steps(parts, args.num_inference_steps, "--num_inference_steps")
     step = parts.family.size_step(parts.denoiser, parts.vae)
     cut = [cut_source(image, step, side) for image in opened]
     groups = [tuple(cut)] if args.references else [(image,) for image in cut]

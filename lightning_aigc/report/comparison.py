@@ -16,7 +16,12 @@ from lightning_aigc.report.units import UNKNOWN, memory_text, score_text, speed_
 from lightning_aigc.report.vega import Chart
 from lightning_aigc.report.verdict import judge
 
-HEAD = ("run", "verdict", "steps", "time", "speed", "memory", "CLIP-T", "CLIP-I", "other prompts", "best step")
+COST = ("run", "verdict", "steps", "time", "speed", "memory")
+SCORES = {
+    "clip_t": "CLIP-T", "clip_i": "CLIP-I", "prior_clip_t": "other prompts", "direction": "edit, direction",
+    "kept": "edit, kept",
+}  # fmt: skip
+OF_EDITS = ("direction", "kept")
 ALWAYS_DIFFER = ("trainer.default_root_dir", "ckpt_path")
 NOT_SET = "(not set)"
 
@@ -27,8 +32,20 @@ def run_names(records: Sequence[RunRecord]) -> list[str]:
     return [record.folder if names.count(name) > 1 else name for name, record in zip(names, records, strict=True)]
 
 
+def shown_scores(records: Sequence[RunRecord]) -> list[str]:
+    """Scores with a column: of edits where a run drew some, the others unless all did."""
+    drew_edits = [any(name in record.scores for name in OF_EDITS) for record in records]
+    return [name for name in SCORES if (any(drew_edits) if name in OF_EDITS else not all(drew_edits))]
+
+
+def table_head(records: Sequence[RunRecord]) -> list[str]:
+    """Titles of `table_rows`' columns."""
+    return [*COST, *(SCORES[name] for name in shown_scores(records)), "best step"]
+
+
 def table_rows(records: Sequence[RunRecord]) -> list[list[str]]:
-    """One row a run, in `HEAD`'s columns; scores with the standard error of their paired difference."""
+    """One row a run, in `table_head`'s columns; scores with the standard error of their paired difference."""
+    shown = shown_scores(records)
     return [
         [
             name,
@@ -37,7 +54,7 @@ def table_rows(records: Sequence[RunRecord]) -> list[list[str]]:
             time_text(record.seconds),
             speed_text(record.steps, record.seconds),
             memory_text(record.peak_memory_mib),
-            *(score_text(record, score) for score in ("clip_t", "clip_i", "prior_clip_t")),
+            *(score_text(record, score) for score in shown),
             UNKNOWN if record.guard is None or record.guard.best_step is None else str(record.guard.best_step),
         ]
         for name, record in zip(run_names(records), records, strict=True)
@@ -58,7 +75,7 @@ def as_text(value: str) -> str:
 def as_markdown(records: Sequence[RunRecord]) -> str:
     """The table of the runs, their verdicts, and the config keys in which they differ."""
     names = run_names(records)
-    parts = [markdown_table(HEAD, table_rows(records))]
+    parts = [markdown_table(table_head(records), table_rows(records))]
     verdicts = [judge(record).sentence for record in records]
     parts.append("\n".join(f"- {as_text(n)}: {as_text(v)}" for n, v in zip(names, verdicts, strict=True)))
     differing = config_differences(records)

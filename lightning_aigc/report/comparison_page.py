@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from lightning_aigc.report.comparison import HEAD, comparison_chart, config_differences, run_names, table_rows
+from lightning_aigc.report.comparison import comparison_chart, config_differences, run_names, table_head, table_rows
 from lightning_aigc.report.page import (
     image,
     inline_code,
@@ -43,7 +43,7 @@ def render_comparison_page(records: Sequence[RunRecord]) -> str:
     parts = [
         f"<h1>{len(records)} runs: {html.escape(', '.join(names))}</h1>",
         section("Verdicts", verdicts),
-        section("Scores and cost", table(cells, HEAD)),
+        section("Scores and cost", table(cells, table_head(records))),
         section("Curves", chart_html(chart, "scores and losses of all runs by step") if chart is not None else ""),
         section("After training, same prompts and seeds", _pictures(records, names)),
         section("Config keys that differ", table(keys, ("key", *names)) if keys else same),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,8 @@ def test_sampling_that_takes_too_long_ends_the_checks_and_not_the_training(tmp_p
         ({"patience": 0}, "patience must be at least 1"),
         ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
         ({"min_delta": -1.0}, "min_delta must be at least 0"),
+        ({"min_delta": math.nan}, "min_delta must be at least 0, or None for the noise; got nan"),
+        ({"reference_images": 0}, "reference_images must be at least 1, got 0"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(options: dict[str, Any], said: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fakes.processes.ranks import run_ranks
-from lightning_aigc.report.record import RunRecord
+from lightning_aigc.report.record import Paired, RunRecord
 
 Command = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and folders
@@ -71,6 +71,27 @@ def test_an_output_that_cannot_be_written_is_one_line(command: Command, tmp_path
     said = command("report", tmp_path / "fine", "-o", tmp_path / "taken" / "page.html")
     assert said.code == 1 and "cannot write" in said.errors[0]
     assert command("report").code == 2
+
+
+@pytest.mark.parametrize("option", ["-o", "--markdown"])
+def test_a_run_is_not_replaced_by_its_report(command: Command, tmp_path: Path, option: str) -> None:
+    RunRecord("fine", is_finished=True).write(tmp_path / "fine")
+    before = (tmp_path / "fine" / "report.json").read_bytes()
+    said = command("report", tmp_path / "fine", option, tmp_path / "fine" / "report.json")
+    assert said.code == 1 and "must end in ." in said.errors[0]
+    assert (tmp_path / "fine" / "report.json").read_bytes() == before
+
+
+def test_runs_of_edits_have_columns_of_their_scores(command: Command, tmp_path: Path) -> None:
+    scores = {"direction": Paired([0.1, 0.2], [0.6, 0.7]), "kept": Paired([0.5, 0.5], [0.9, 0.9])}
+    RunRecord("edit", is_finished=True, scores=scores).write(tmp_path / "edit")
+    RunRecord("plain", is_finished=True, scores={"clip_t": Paired([0.3], [0.8])}).write(tmp_path / "plain")
+    edits = command("report", tmp_path / "edit", tmp_path / "edit" / ".").out.splitlines()
+    assert "| edit, direction | edit, kept | best step |" in edits[0] and "CLIP-T" not in edits[0]
+    assert "0.15 → 0.65" in edits[2] and "0.50 → 0.90" in edits[2]
+    both = command("report", tmp_path / "edit", tmp_path / "plain").out.splitlines()
+    assert "| CLIP-T | CLIP-I | other prompts | edit, direction | edit, kept | best step |" in both[0]
+    assert "0.30 → 0.80" in both[3] and "edit, direction" not in command("report", tmp_path / "plain").out
 
 
 def test_the_verb_starts_without_torch(tmp_path: Path) -> None:

@@ -318,6 +318,12 @@ class AIGCCLI(LightningCLI):
             raise
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise ConfigError(f"trainer: {first_sentence(str(error))}") from error
+        except RuntimeError as error:
+            if twice := re.search(r"more than one stateful callback of type `(\w+)`", str(error)):
+                raise ConfigError(
+                    f"trainer.callbacks has {twice[1]} twice, and the state of one alone is kept; keep one"
+                ) from error
+            raise
 
 
 TRIGGER, NAME = "YOUR_TRIGGER_WORD", "YOUR_LORA_NAME"

@@ -102,6 +102,10 @@ IN_YAML = {
         "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.EarlyStopping}]}",
         "trainer.callbacks.init_args: monitor of EarlyStopping is missing; add it",
     ),
+    "one callback twice": (
+        "trainer: {callbacks: [{class_path: CLIPConvergenceGuard}, {class_path: CLIPConvergenceGuard}]}",
+        "trainer.callbacks has CLIPConvergenceGuard twice, and the state of one alone is kept; keep one",
+    ),
     "schedule without an argument": (
         "model: {init_args: {lr_scheduler: {class_path: torch.optim.lr_scheduler.StepLR}}}",
         "model.init_args.lr_scheduler: step_size is missing; add it",
