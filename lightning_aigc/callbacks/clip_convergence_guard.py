@@ -92,9 +92,9 @@ class CLIPConvergenceGuard(Callback):
         for name, value in (counts | {"reference_images": reference_images}).items():
             if value < 1:
                 raise ConfigError(f"CLIPConvergenceGuard {name} must be at least 1, got {value}")
-        if min_delta is not None and not min_delta >= 0:
+        if min_delta is not None and not 0 <= min_delta < math.inf:
             raise ConfigError(
-                f"CLIPConvergenceGuard min_delta must be at least 0, or None for the noise; got {min_delta}"
+                f"CLIPConvergenceGuard min_delta must be a number of at least 0, or None for the noise; got {min_delta}"
             )
         self.prompts, self.every_n_steps, self.num_images, self.seed = prompts, every_n_steps, num_images, seed
         self.metric, self.patience, self.min_delta = metric, patience, min_delta

@@ -115,6 +115,12 @@ class SampleGrid(Callback):
                 "SampleGrid got no prompts; set its `prompts`, or model.init_args.validation_prompts, or leave it out"
             )
         self._folder = Path(self.directory or Path(trainer.default_root_dir) / "samples").expanduser()
+        found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(c, SampleGrid) and c is not self and c._folder == self._folder for c in found):
+            raise ConfigError(
+                f"two SampleGrids write to {self._folder} and would replace each other's files; set the `directory` of"
+                " one of them"
+            )
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             probe = self._folder / f".{os.getpid()}.part"
             try:

@@ -176,6 +176,7 @@ class ImageCaptionData(LightningDataModule):
         self.train_batch_size = train_batch_size
         self.options = ItemOptions(**{f.name: given[f.name] for f in fields(ItemOptions)})
         self._given = given
+        self._without_pair: set[str] = set()
         self.cache_dir = Path(cache_dir or cache_folder()).expanduser().absolute()
         self.prior_ratio = prior_ratio
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
@@ -344,7 +345,16 @@ class ImageCaptionData(LightningDataModule):
 
     def edit_target(self, prompt: str, seed: int) -> Image.Image:
         """The true target of the sample that starts from `edit_sources(prompt, seed)`."""
-        return _target_of(self._pair_of(prompt, seed))
+        pair = self._pair_of(prompt, seed)
+        if pair.caption != prompt and prompt not in self._without_pair:
+            self._without_pair.add(prompt)
+            of = "held-out pair" if self.index().validation else "pair"
+            warnings.warn(
+                f"{prompt!r} is the instruction of no {of}, so its edits are scored by the targets of other"
+                f" instructions, such as {pair.caption!r}; validate with instructions of your pairs",
+                stacklevel=2,
+            )
+        return _target_of(pair)
 
     def edit_description(self, prompt: str, seed: int) -> str | None:
         """Description of the target of that sample, where a table has one."""

@@ -261,8 +261,8 @@ def test_sampling_that_takes_too_long_ends_the_checks_and_not_the_training(tmp_p
         ({"metric": "fid"}, "metric='fid'; wanted one of clip_t, clip_i, mean, edit, direction, kept"),
         ({"patience": 0}, "patience must be at least 1"),
         ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
-        ({"min_delta": -1.0}, "min_delta must be at least 0"),
-        ({"min_delta": math.nan}, "min_delta must be at least 0, or None for the noise; got nan"),
+        ({"min_delta": -1.0}, "min_delta must be a number of at least 0"),
+        ({"min_delta": math.nan}, "min_delta must be a number of at least 0, or None for the noise; got nan"),
         ({"reference_images": 0}, "reference_images must be at least 1, got 0"),
     ],
 )

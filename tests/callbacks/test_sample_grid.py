@@ -236,6 +236,9 @@ def test_settings_that_cannot_work_are_refused_before_training(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write to .*file/samples"):
         make_trainer(tmp_path, SampleGrid(["a"], directory=str(tmp_path / "file" / "samples"))).fit(Painter(), data())
+    two = [SampleGrid(["a"]), SampleGrid(["b"])]
+    with pytest.raises(ConfigError, match=r"two SampleGrids write to .*samples and would .*set the `directory` of one"):
+        make_trainer(tmp_path, *two).fit(Painter(), data())
     for arguments in ({"prompts": []}, {"prompts": "a"}, {"every_n_steps": 0}, {"seeds": []}, {"num_images": 0}):
         with pytest.raises(ConfigError, match="got SampleGrid"):
             SampleGrid(**arguments)

@@ -40,4 +40,7 @@ def test_a_described_target_has_a_clip_t_and_the_others_none(tmp_path: Path, tab
     torch.testing.assert_close(found["direction"], torch.ones(4), rtol=0, atol=1e-4)
     wanted = CLIPSimilarity("embedded:clip").scores(targets[:2], [pair.description for pair in pairs[:2]])["clip_t"]
     torch.testing.assert_close(found["clip_t"][:2], wanted)
+    with pytest.warns(UserWarning, match=r"'make it purple' is the instruction of no pair, .*such as 'edit \d'"):
+        data.edit_target("make it purple", 0)
+    data.edit_target("make it purple", 1)  # a warning is an error here
     assert bool(found["clip_t"][2:].isnan().all()) and bool((found["kept"] > 0.98).all())
