@@ -98,6 +98,15 @@ def test_sources_may_be_listed_under_the_names_of_other_programs(tmp_path: Path,
     assert max(apart(batch) for batch in data.loader()) == 0
 
 
+@pytest.mark.parametrize("key", ["target_caption", "conditioning_image"])
+def test_a_listed_value_of_another_kind_is_named(tmp_path: Path, key: str) -> None:
+    targets, _ = make_pairs(tmp_path)
+    row = {"file_name": "0.png", "text": "make it 0", "source": "../sources/0.png", key: 3}
+    (targets / "metadata.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match=rf"metadata.jsonl line 1: '{key}' must be text, got 3"):
+        make_data(targets).prepare()
+
+
 def test_a_csv_lists_sources_and_an_image_may_be_the_source_of_another(tmp_path: Path) -> None:
     targets, sources = make_pairs(tmp_path)
     for name in ("0", "1"):

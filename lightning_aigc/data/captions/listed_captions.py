@@ -87,7 +87,7 @@ class ListedCaptions:
             sources = self._sources_of(path, row, where)
             if sources:
                 self.sources[self._name(path, row[name_key])] = sources
-                self._describe(path, row[name_key], row)
+                self._describe(path, row[name_key], row, where)
                 if key is None:
                     continue
             if key is None and len(row) > 1:
@@ -102,8 +102,8 @@ class ListedCaptions:
             if (name_key, key or self.caption_key) != (FILE_KEY, self.caption_key):
                 other_keys = other_keys or (name_key, str(key))
             self._add(0, path, row[name_key], caption, where)
-            if isinstance(row.get(CONDITION_KEY), str):
-                self.conditions[self._name(path, row[name_key])] = path.parent / row[CONDITION_KEY]
+            if condition := self._text_of(row, CONDITION_KEY, where):
+                self.conditions[self._name(path, row[name_key])] = path.parent / condition
         if other_keys is not None:
             self._note_keys(shown, "keys", *other_keys)
 
@@ -167,13 +167,21 @@ class ListedCaptions:
             named = dict(zip(header, row, strict=False))
             if first == 2 and (sources := self._sources_of(path, named, where)):
                 self.sources[self._name(path, row[columns[0]].strip())] = sources
-                self._describe(path, row[columns[0]].strip(), named)
+                self._describe(path, row[columns[0]].strip(), named, where)
 
-    def _describe(self, path: Path, file_name: str, row: Mapping[str, Any]) -> None:
+    def _describe(self, path: Path, file_name: str, row: Mapping[str, Any], where: str) -> None:
         """Keep the description of a row's target, where it has one."""
-        found = next((row[key] for key in TARGET_KEYS if isinstance(row.get(key), str)), "")
+        found = next(filter(None, (self._text_of(row, key, where) for key in TARGET_KEYS)), "")
         if found.strip():
             self.descriptions[self._name(path, file_name)] = clean_caption(found)
+
+    def _text_of(self, row: Mapping[str, Any], key: str, where: str) -> str:
+        """The text under a key, empty without one; another kind of value is a problem."""
+        value = row.get(key)
+        if value is None or isinstance(value, str):
+            return value or ""
+        self.problems.append(f"{where}: {key!r} must be text, got {value!r:.80}")
+        return ""
 
     def _sources_of(self, path: Path, row: Mapping[str, Any], where: str) -> tuple[Path, ...]:
         """The files of a row's source columns, by their numbers."""
