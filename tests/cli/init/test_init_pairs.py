@@ -71,6 +71,11 @@ def test_pairs_are_trained_drawn_and_shown_with_their_sources(command: Any, tmp_
     )  # fmt: skip
     assert drawn.code == 0 and "editing 2 images with" in drawn.out, drawn.err
     assert Image.open(tmp_path / "grid.png").width >= 3 * 64  # source, weight 0, weight 1
+    given = ("sample", "-c", tmp_path / "run" / "config.yaml", "--prompts", "a", "-o", tmp_path / "other.png")
+    alone = command(*given)
+    assert alone.code == 0 and "this run learned edits, and without images to edit" in alone.out
+    small = command(*given, "--source", sources[0], "--resolution", 4)
+    assert small.code == 1 and "--resolution must be a multiple of" in small.errors[0]
 
 
 def test_pairs_that_a_table_lists_are_recognised(command: Any, tmp_path: Path, pairs: Path) -> None:
