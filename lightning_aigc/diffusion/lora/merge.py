@@ -42,13 +42,16 @@ def merge_into_pipeline(
 ) -> Path:
     """Write the pipeline with the LoRA added to its weights; returns `output`.
 
-    pipeline: a diffusers pipeline folder, or a single-file checkpoint of Stable Diffusion or SDXL.
-    output: a new or empty folder; for a U-Net's pipeline also the name of a new `.safetensors` file, the single-file
-        checkpoint that ComfyUI and A1111 read.
-    strength: 0 is the base model, 1 the LoRA as trained; for DoRA too, values between interpolate the weights.
-    base_model: whose LoRA it is, where the file does not tell.
     The output is written atomically. Each component keeps the precision of its file in `pipeline`, and
     `from_pretrained` without a dtype loads all of them in float32, so that they fit together.
+
+    Args:
+        pipeline: A diffusers pipeline folder, or a single-file checkpoint of Stable Diffusion or SDXL.
+        output: A new or empty folder; for a U-Net's pipeline also the name of a new `.safetensors` file, the
+            single-file checkpoint that ComfyUI and A1111 read.
+        strength: 0 is the base model, 1 the LoRA as trained; for DoRA too, values between interpolate the weights.
+        base_model: Whose LoRA it is, where the file does not tell.
+
     Raises: ModelError if a folder is wrong or not empty, or the LoRA has layers that the pipeline lacks.
     """
     source, output = resolve(str(pipeline)), Path(output)
