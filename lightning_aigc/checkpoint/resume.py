@@ -169,12 +169,12 @@ def resume_command(arguments: list[str] | None = None, snapshot: Path | None = N
     return f"{start} {shlex.join(kept)} {ending}"
 
 
-def how_to_go_back(directory: Path) -> str:
-    """A clause for a run that has gone wrong: how to train on from its newest snapshot, if there is one."""
-    newest = next(iter(find_snapshots(directory)), None)
+def go_back(directory: Path | None) -> str:
+    """A clause for a run that has gone wrong: the command that trains on from its newest snapshot, if there is one."""
+    newest = None if directory is None else next(iter(find_snapshots(directory)), None)
     if newest is None:
-        return "there is no snapshot to go back to, so train anew with a lower learning rate"
-    return f"lower the learning rate and go back to step {newest.step}: {resume_command(snapshot=newest.path)}"
+        return "train anew, since there is no snapshot to go back to"
+    return f"go back to the snapshot of step {newest.step}: {resume_command(snapshot=newest.path)}"
 
 
 def set_aside(directory: Path, after_step: int) -> None:

@@ -23,7 +23,7 @@ from lightning_aigc.checkpoint.resume import (
     LATEST,
     ResumeSession,
     choose_snapshot,
-    how_to_go_back,
+    go_back,
     report_last,
     resume_command,
     set_aside,
@@ -202,7 +202,7 @@ class SnapshotSession:
                 taker.writer.wait()
             rank_zero_warn(
                 f"step {loop_state.step}: trained weights are not finite, so no snapshot is taken from here on;"
-                f" {how_to_go_back(taker.writer.directory)}"
+                f" lower the learning rate and {go_back(taker.writer.directory)}"
             )
 
     def before_backward(self) -> None:
@@ -255,7 +255,7 @@ class SnapshotSession:
         if self._are_finite:
             report_last(writer.directory)
         else:
-            rank_zero_info(f"trained weights are not finite; {how_to_go_back(writer.directory)}")
+            rank_zero_info(f"trained weights are not finite; lower the learning rate and {go_back(writer.directory)}")
 
     def _can_save(self, loop_state: LoopState) -> bool:
         """Whether no rank's state has changed since the last complete micro-batch."""

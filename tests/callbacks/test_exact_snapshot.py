@@ -584,8 +584,10 @@ def test_weights_that_are_not_finite_are_in_no_snapshot(tmp_path: Path, monkeypa
     assert not steps_of(tmp_path / "other")
     first, second = said
     assert first.startswith("step 5: trained weights are not finite, so no snapshot is taken from here on;")
-    assert f'go back to step 4: trainer.fit(..., ckpt_path="{tmp_path}/snapshots/step-00000004")' in first
-    assert second.endswith("there is no snapshot to go back to, so train anew with a lower learning rate")
+    assert (
+        f'go back to the snapshot of step 4: trainer.fit(..., ckpt_path="{tmp_path}/snapshots/step-00000004")' in first
+    )
+    assert second.endswith("lower the learning rate and train anew, since there is no snapshot to go back to")
 
 
 def diverging_work(rank: int, folder: str) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
-from lightning_aigc.checkpoint import find_snapshots
-from lightning_aigc.checkpoint.resume import resume_command
+from lightning_aigc.checkpoint.resume import go_back
 from lightning_aigc.checkpoint.session import SnapshotSession
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.schedulers import AIGCLRScheduler
@@ -91,10 +90,7 @@ class Remedies:
 
     def go_back(self) -> str:
         """The command that trains on from the newest snapshot, whatever the configuration is by then."""
-        newest = None if self.snapshots is None else next(iter(find_snapshots(self.snapshots)), None)
-        if newest is None:
-            return "train anew, since there is no snapshot to go back to"
-        return f"go back to the snapshot of step {newest.step}: {resume_command(snapshot=newest.path)}"
+        return go_back(self.snapshots)
 
     def _more_elsewhere(self) -> str | None:
         """Remedy for a rate below the configured one."""
