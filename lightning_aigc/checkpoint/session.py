@@ -125,7 +125,7 @@ class SnapshotSession:
         trainer.strategy.barrier("snapshots")
 
     def _load_optimizers(self, stock: Callable[[], None]) -> None:
-        """Load the optimizers' state, with the options of this run where the snapshot was named and has others."""
+        """Load the optimizers' state, with this run's options where the snapshot's run had others."""
         now = configured_options(self.trainer)
         stock()
         self.taker.options = now

@@ -290,10 +290,12 @@ def draw_controlled(args: argparse.Namespace, settings: Any, prompts: list[str])
     import torch
 
     from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
+    from lightning_aigc.diffusion.pipeline.image_sizes import check_sample_steps
     from lightning_aigc.diffusion.samplers.controlnet import ControlNetSampler
 
     print(f"drawing with {folder}")
     sampler = ControlNetSampler(settings.model, settings.precision, settings.accelerator, folder)
+    check_sample_steps(sampler.components, args.num_inference_steps, "--num_inference_steps")
     resolution = args.resolution or int(settings.data.get("resolution") or 512)
     conditions = sampler.conditions_of(args.condition, resolution, are_conditions=args.is_condition)
     seeds = args.seeds or settings.seeds[:1]

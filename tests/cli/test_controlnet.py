@@ -80,6 +80,7 @@ def test_sample_draws_each_condition_at_each_weight(
         ([], "a ControlNet draws what it is shown; give images"),
         (["--condition", "nowhere.png"], "there is no file nowhere.png"),
         (["--condition", "PICTURE", "--controlnet", "nowhere"], "nowhere is no ControlNet folder"),
+        (["--condition", "PICTURE", "--num_inference_steps", "1001"], "--num_inference_steps must be at most 1000"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_sentence(
