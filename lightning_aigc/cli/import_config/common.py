@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from lightning_aigc.cli.import_config.imported import Imported, as_int, full_place
+from lightning_aigc.cli.import_config.imported import Imported, Missing, as_int, full_place
 from lightning_aigc.errors import ConfigError, ModelError
 
+LAYERS = Missing("lora_targets chooses layers by their kind")
 PRECISIONS = {
     "bf16": "bf16-mixed",
     "bfloat16": "bf16-mixed",

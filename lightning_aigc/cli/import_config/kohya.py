@@ -237,7 +237,6 @@ RULES: dict[str, Rule] = {
     "metadata_license": HUB,
     "metadata_tags": HUB,
 }
-LAYERS = Missing("lora_targets chooses layers by their kind")
 RANKS = Missing("rank and lora_alpha are those of all layers")
 BLOCK_RATES = Missing("learning_rate is that of all blocks")
 LYCORIS = Missing("it is an option of LyCORIS")
@@ -447,7 +446,7 @@ def _take_network(keys: dict[str, Any], found: Imported) -> set[str]:
         if name == "conv_dim":
             found.lines.append(f"{key}: model.init_args.lora_targets: convolutions, of the same rank")
         elif value not in (None, False, "False", "false"):
-            found.answer({key: value}, {key: NETWORK_ARGS.get(name, LAYERS)})
+            found.answer({key: value}, {key: NETWORK_ARGS.get(name, common.LAYERS)})
     if keys.get("network_weights"):
         common.take_lora_file(found, "network_weights", str(keys["network_weights"]))
         answered.add("network_weights")

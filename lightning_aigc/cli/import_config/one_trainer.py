@@ -130,7 +130,7 @@ RULES: dict[str, Rule] = {
     "normalize_masked_area_loss": OBJECTIVE,
     "masked_prior_preservation_weight": Missing("preserve: own does it, with masks in data.init_args.mask_dir"),
     "custom_conditioning_image": Missing("conditions belong to DiffusionControlNet"),
-    "layer_filter": Missing("lora_targets chooses layers by their kind"),
+    "layer_filter": common.LAYERS,
     "layer_filter_regex": Unneeded("belongs to layer_filter"),
     "embedding_learning_rate": OTHER_METHOD,
     "preserve_embedding_norm": OTHER_METHOD,

@@ -27,7 +27,6 @@ NAME = "SimpleTuner"
 CACHE = Unneeded("data.init_args.cache_dir holds the caches")
 DEVICE = Unneeded("trainer.devices, num_nodes and strategy start the ranks")
 SAMPLES = Missing("samples are drawn alike in every check")
-LAYERS = Missing("lora_targets chooses layers by their kind")
 IMAGES = Missing("resolution and buckets say how images are cut")
 TEXT = Unneeded("the family's own text encoders and lengths")
 CONTROL = Missing("configs/controlnet_canny.yaml trains a ControlNet")
@@ -49,13 +48,13 @@ RULES: dict[str, Rule] = {
     "layer_freeze_strategy": OBJECTIVE,
     "masked_loss_probability": OBJECTIVE,
     "diffusion_blocks_config": OBJECTIVE,
-    "init_lokr_norm": LAYERS,
-    "init_lora_ema": LAYERS,
-    "init_lora_step": LAYERS,
-    "peft_lora_mode": LAYERS,
-    "singlora_ramp_up_steps": LAYERS,
-    "slider_lora_target": LAYERS,
-    "same_network": LAYERS,
+    "init_lokr_norm": common.LAYERS,
+    "init_lora_ema": common.LAYERS,
+    "init_lora_step": common.LAYERS,
+    "peft_lora_mode": common.LAYERS,
+    "singlora_ramp_up_steps": common.LAYERS,
+    "slider_lora_target": common.LAYERS,
+    "same_network": common.LAYERS,
     "max_upscale_threshold": IMAGES,
     "maximum_image_size": IMAGES,
     "target_downsample_size": IMAGES,
@@ -188,8 +187,8 @@ RULES: dict[str, Rule] = {
     "lora_init_type": Missing("a LoRA begins at zero"),
     "init_lora": Missing("all weights are trained"),
     "lycoris_config": Unneeded("lora_type is not lycoris"),
-    "flux_lora_target": Missing("lora_targets chooses layers by their kind"),
-    "peft_lora_target_modules": Missing("lora_targets chooses layers by their kind"),
+    "flux_lora_target": common.LAYERS,
+    "peft_lora_target_modules": common.LAYERS,
     "controlnet": Missing("configs/controlnet_canny.yaml trains one"),
     "noise_offset": Take("model.noise_offset", float),
     "offset_noise": Unneeded("noise_offset says it"),
@@ -256,7 +255,6 @@ PREFIXES: dict[str, Rule] = {
     "num_process": DEVICE,
 }
 """Rules of keys that begin so, where a key has none of its own."""
-CUT = Missing("resolution and buckets say how images are cut")
 SCHEDULED = Missing("images are shown from the first epoch to the last")
 BACKEND: dict[str, Rule] = {
     "id": Unneeded("a name for people"),
@@ -273,12 +271,12 @@ BACKEND: dict[str, Rule] = {
     "resolution": Take("data.resolution", as_int),
     "resolution_type": Unneeded("resolution is that of a square of the same area"),
     "minimum_image_size": Missing("small images are named by the dry run"),
-    "maximum_image_size": CUT,
-    "target_downsample_size": CUT,
-    "max_upscale_threshold": CUT,
-    "minimum_aspect_ratio": CUT,
-    "maximum_aspect_ratio": CUT,
-    "crop_aspect_buckets": CUT,
+    "maximum_image_size": IMAGES,
+    "target_downsample_size": IMAGES,
+    "max_upscale_threshold": IMAGES,
+    "minimum_aspect_ratio": IMAGES,
+    "maximum_aspect_ratio": IMAGES,
+    "crop_aspect_buckets": IMAGES,
     "crop": Unneeded("images are cut to their buckets; enable_bucket: false cuts them to squares"),
     "crop_aspect": Unneeded("enable_bucket says it"),
     "max_num_samples": Missing("all images are trained"),
