@@ -36,18 +36,18 @@ def run(path: Path, folder: Path, timeout_s: int = 300) -> nbformat.NotebookNode
 
 
 def write_page(notebook: nbformat.NotebookNode, name: str, pages: Path = PAGES) -> Path:
-    """Write `<pages>/<name>.md` and its pictures beside it."""
+    """Write `<pages>/<name>.md` and its images."""
     pages.mkdir(parents=True, exist_ok=True)
     for cell in notebook.cells:  # progress bars and warnings
         cell.outputs = [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
     for old in pages.glob(f"{name}_*.png"):
         old.unlink()
     text, extra = MarkdownExporter().from_notebook_node(notebook, {"unique_key": name})
-    for picture, data in extra["outputs"].items():
-        (pages / picture).write_bytes(data)
-    # Folders of the run that made the page, and blank ends of lines, say nothing to its readers.
+    for image, data in extra["outputs"].items():
+        (pages / image).write_bytes(data)
+    # Folders of the run that made the page, and blank ends and runs of lines, say nothing to its readers.
     text = re.sub(re.escape(tempfile.gettempdir()) + r"/\w+", "runs", text)
-    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE))
     page = pages / f"{name}.md"
     page.write_text(text.strip() + "\n", encoding="utf-8")
     return page

@@ -261,8 +261,8 @@ def _why_unscored(record: RunRecord) -> str:
     if text is not None and text.before:
         return "the images after the training have no score that is a number" + (" each" if text.after else "")
     if not record.pictures:
-        return "no images were drawn; give the module `sample` and validation_prompts"
-    return "RunReport has no clip_model"
+        return "no images were drawn; set RunReport.prompts or the module's validation_prompts, and define its `sample`"
+    return "RunReport has no clip_model; set it, such as clip_model: ViT-B-32"
 
 
 # Divergence ----------------------------------------------------------------------------------------------------------

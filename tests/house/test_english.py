@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import tokenize
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ BANNED = {
     "picture": "image",
     "pictures": "images",
 }
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PATTERN = re.compile(rf"(?<![\w`.-])({'|'.join(BANNED)})(?![\w`(=-]|\.\w)", re.IGNORECASE)
 
 
@@ -63,6 +65,12 @@ def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
 def test_words_with_a_plainer_one_are_not_used() -> None:
     found = [(path, line, match[1]) for path in FILES for line, text in prose(path) for match in PATTERN.finditer(text)]
     assert [f"{path}:{line}: {word!r}; write {BANNED[word.lower()]}" for path, line, word in found] == []
+
+
+def test_notebooks_use_the_same_words() -> None:
+    cells = [(path, cell) for path in NOTEBOOKS for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    found = [(path.name, match[0]) for path, cell in cells for match in PATTERN.finditer("".join(cell["source"]))]
+    assert (len(NOTEBOOKS), found) == (4, [])
 
 
 @pytest.mark.parametrize("text", ['"""Of each image."""\n', '"""How far it moved."""\n'])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_aigc._lightning import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
-from lightning_aigc.callbacks import ExactSnapshot, RunProgress, RunReport, SampleGrid
+from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot, RunProgress, RunReport, SampleGrid
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 
 ALL = 10**9
@@ -25,7 +26,7 @@ def default_callbacks(trainer: Any, settings: TrainingSettings, saver: Callback)
     if trainer.fast_dev_run:
         return []
     given = trainer.callbacks
-    wanted: list[Callback] = [RunReport(), saver]
+    wanted: list[Callback] = [_report(given), saver]
     if settings.validation_prompts:
         wanted.append(
             SampleGrid(
@@ -45,6 +46,12 @@ def default_callbacks(trainer: Any, settings: TrainingSettings, saver: Callback)
         elif isinstance(callback, ModelCheckpoint) and _is_default(callback):
             given.remove(callback)
     return wanted
+
+
+def _report(given: Sequence[Callback]) -> RunReport:
+    """The report of a guarded run scores by the guard's model, and images of the guard's prompts."""
+    guard = next((callback for callback in given if isinstance(callback, CLIPConvergenceGuard)), None)
+    return RunReport() if guard is None else RunReport(guard.clip_model, guard.clip_pretrained, guard.prompts)
 
 
 def _is_default(callback: ModelCheckpoint) -> bool:

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from fakes.models.pipelines import SIDE
 from fakes.processes.ranks import run_ranks
 from fakes.runs.killed_trainings import KillAt, Killed
-from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.embedded import resolve
@@ -226,3 +226,12 @@ def test_the_loss_of_held_out_pictures_turns_up_while_the_training_loss_falls(tm
 
 
 ALL_TARGETS = ("attention", "feed_forward", "convolutions")
+
+
+def test_the_report_of_a_guarded_run_scores_the_images_of_the_guards_prompts(tmp_path: Path, pictures: Path) -> None:
+    guard = CLIPConvergenceGuard(["a zorp teapot", "a zorp lamp"], 2, num_images=1, clip_model="embedded:clip")
+    trainer = make_trainer(tmp_path, guard, max_steps=2)
+    trainer.fit(make_module(tmp_path), make_data(tmp_path))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert None not in (summary["clip_t_before"], summary["clip_t_after"])
+    assert not summary["verdict"].startswith("Not scored")
