@@ -23,8 +23,9 @@ from lightning_aigc.callbacks.sampling.pairs import (
     sample_on_all_ranks,
 )
 from lightning_aigc.callbacks.sampling.sheet import as_shown, draw_sheet, log_picture, write_png
+from lightning_aigc.callbacks.saving.save_result import best_path, set_aside_best
 from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
-from lightning_aigc.protocols import HasOutputName, HasReferenceImages, SavesLoRA, SavesModel
+from lightning_aigc.protocols import HasReferenceImages, SavesLoRA, SavesModel
 from lightning_aigc.report.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
 from lightning_aigc.report.record import GuardResult
 
@@ -145,7 +146,10 @@ class CLIPConvergenceGuard(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._prompts and state_dict.get("asked", self._asked()) != self._asked():  # without prompts it is no fit
-            rank_zero_warn("CLIPConvergenceGuard begins anew: other images were asked for until here")
+            rank_zero_warn(
+                "CLIPConvergenceGuard begins anew from this step: until here prompts, num_images, seed or CLIP model"
+                " were others, so that the scores cannot be compared"
+            )
             return
         self.checks = [Check(int(step), dict(named)) for step, named in state_dict["checks"]]
         self.best_step, self.best_file = state_dict["best_step"], state_dict["best_file"]
@@ -183,6 +187,11 @@ class CLIPConvergenceGuard(Callback):
                 f"CLIPConvergenceGuard metric={self.metric} compares with training images, and the data module has "
                 "no `reference_images(count) -> Tensor [N, 3, H, W]`; use metric: clip_t"
             )
+        if twice := next((prompt for prompt in self._prompts if self._prompts.count(prompt) > 1), None):
+            raise ConfigError(
+                f"CLIPConvergenceGuard got the prompt {twice!r} twice; its images would be the same and count as more"
+                " evidence: write each prompt once, and set num_images for more images of each"
+            )
         self._judge = make_judge(trainer, pl_module, self.clip_model, self.clip_pretrained, "CLIPConvergenceGuard")
         try:
             self._judge.check()
@@ -197,6 +206,7 @@ class CLIPConvergenceGuard(Callback):
         self._judge.begin(trainer, self.reference_images, pl_module.device)
         self._last_step = trainer.global_step
         if not self.checks:
+            set_aside_best(trainer, best_path(trainer, pl_module, "lora"))
             self._check(trainer, pl_module)
 
     def on_train_batch_end(
@@ -309,8 +319,7 @@ class CLIPConvergenceGuard(Callback):
     # Files -----------------------------------------------------------------------------------------------------------
 
     def _write_best(self, trainer: Trainer, pl_module: LightningModule) -> str:
-        name = pl_module.output_name if isinstance(pl_module, HasOutputName) else "lora"
-        path = Path(trainer.default_root_dir) / f"{name}_best.safetensors"
+        path = best_path(trainer, pl_module, "lora")
         with written_weights(pl_module) as writes:
             if writes:
                 try:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
+from lightning_aigc.callbacks.saving.save_result import best_path, set_aside_best
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
-from lightning_aigc.protocols import HasHeldOutBatches, HasOutputName, SavesModel
+from lightning_aigc.protocols import HasHeldOutBatches, SavesModel
 from lightning_aigc.rng import isolate_rng
 
 APPEARED_STDERRS = 4.0
@@ -109,6 +109,7 @@ class ControlGuard(Callback):
                 "ControlGuard compares an image's condition with another's, and the data has one; hold out more"
             )
         if not self.gaps:
+            set_aside_best(trainer, best_path(trainer, pl_module, "model"))
             self._check(trainer, pl_module)
 
     def on_train_batch_end(
@@ -173,12 +174,12 @@ class ControlGuard(Callback):
         if best is None or gap > best + error:
             self.best_step = step
             if self.save_best and trainer.is_global_zero and isinstance(pl_module, SavesModel):
-                name = pl_module.output_name if isinstance(pl_module, HasOutputName) else "model"
-                pl_module.save_model(Path(trainer.default_root_dir) / f"{name}_best.safetensors")
+                pl_module.save_model(best_path(trainer, pl_module, "model"))
         elif self.patience and self.best_step is not None and step - self.best_step >= self.patience:
+            kept = ", whose weights are kept" if self.save_best else ""
             rank_zero_info(
                 f"ControlGuard: stopped at step {step}: the gap has not risen above its noise since step"
-                f" {self.best_step}, whose weights are kept"
+                f" {self.best_step}{kept}"
             )
             trainer.should_stop = True
 

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,17 +183,23 @@ def set_aside(directory: Path, after_step: int) -> None:
     beyond = [path for step, path in complete_folders(directory) if step > after_step]
     if not beyond:
         return
-    number = 1
-    while (aside := directory / f"earlier-{number}").exists():
-        number += 1
-    aside.mkdir()
-    for path in beyond:
-        path.rename(aside / path.name)
+    aside = move_aside(beyond, directory)
     newest = aside / max(path.name for path in beyond)
     rank_zero_info(
         f"snapshots of an earlier run beyond this one's start are in {aside} now; delete them when you no longer need"
         f" them, or stop and resume from them: {resume_command(snapshot=newest)}"
     )
+
+
+def move_aside(paths: Sequence[Path], directory: Path) -> Path:
+    """Move files or folders into the first free `earlier-1`, `earlier-2`, ... of a directory, and return it."""
+    number = 1
+    while (aside := directory / f"earlier-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for path in paths:
+        path.rename(aside / path.name)
+    return aside
 
 
 def report_last(directory: Path) -> None:

@@ -110,7 +110,7 @@ def judge(record: RunRecord) -> Verdict:
     if record.guard is not None and record.guard.best_step == 0 and len(record.guard.checks) > 1:
         return Verdict(
             "no usable file", "bad",
-            "No usable file: no check scored better than step 0, the untrained model"
+            "No usable file: no check scored better than step 0, the untrained model, beyond the noise"
             f" ({_guard_scores(record.guard)}){f'; {unknown}' if unknown else ''}.",
         )  # fmt: skip
     if unknown:

@@ -196,9 +196,24 @@ def test_a_guard_that_is_asked_for_other_pictures_begins_anew(tmp_path: Path) ->
     first._prompts, first.checks, first.best_step = PROMPTS, [Check(0, {"clip_t": [0.1] * 4})], 0
     other = guard(num_images=1)
     other._prompts = PROMPTS
-    with pytest.warns(UserWarning, match="begins anew: other images"):
+    with pytest.warns(UserWarning, match="begins anew from this step"):
         other.load_state_dict(first.state_dict())
     assert other.checks == []
+
+
+def test_the_best_weights_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
+    earlier = {"lora_best.safetensors": b"file", "lora_best.diffusers.safetensors": b"DoRA", "lora_best": None}
+    for again in ("earlier-1", "earlier-2"):
+        for name, content in earlier.items():
+            (tmp_path / name).mkdir() if content is None else (tmp_path / name).write_bytes(content)
+        fit(Painter(), tmp_path, guard(min_delta=1.0), steps=2)
+        assert [tmp_path / name for name in earlier if (tmp_path / name).exists()] == []
+        assert {path.name for path in (tmp_path / again).iterdir()} == set(earlier)
+
+
+def test_a_prompt_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'a zorp lamp' twice.*num_images"):
+        fit(Painter(), tmp_path, guard(prompts=["a zorp lamp", "a zorp mug", "a zorp lamp"]), steps=2)
 
 
 @pytest.mark.filterwarnings("error")

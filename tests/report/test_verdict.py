@@ -144,7 +144,10 @@ def test_step_0_as_the_best_is_no_usable_file_whatever_rose() -> None:
     )
     found = judge(made)
     assert (found.kind, found.tone) == ("no usable file", "bad")
-    assert "no check scored better than step 0, the untrained model (clip_t 0.32, then 0.32 at best)" in found.sentence
+    assert (
+        "no check scored better than step 0, the untrained model, beyond the noise (clip_t 0.32, then 0.32 at best)"
+        in found.sentence
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_aigc.atomic_file import errors_as_warnings
 from lightning_aigc.callbacks.sampling.gathered import written_weights
+from lightning_aigc.checkpoint.resume import move_aside
 from lightning_aigc.errors import ModelError
 from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA, SavesModel
 from lightning_aigc.sharding.local_parts import original_class
@@ -113,6 +114,25 @@ def check_output_name(name: str, argument: str) -> None:
             f" {wrong[0]}; set {argument}: {possible or 'result'}, and the folder by"
             " trainer.default_root_dir"
         )
+
+
+def best_path(trainer: Trainer, pl_module: LightningModule, default_name: str) -> Path:
+    """The file of a guard's best weights, `<default_root_dir>/<output_name>_best.safetensors`."""
+    name = pl_module.output_name if isinstance(pl_module, HasOutputName) else default_name
+    return Path(trainer.default_root_dir) / f"{name}_best.safetensors"
+
+
+def set_aside_best(trainer: Trainer, best: Path) -> None:
+    """Move the best weights of an earlier run to `earlier-1`: where they are, they would pass for this run's.
+
+    Args:
+        best: the path from `best_path`; a model's folder has its name without the ending.
+    """
+    found = [best.with_suffix(""), best, best.with_suffix(".diffusers.safetensors")]
+    earlier = [path for path in found if path.exists()]
+    if earlier and trainer.is_global_zero:
+        aside = move_aside(earlier, best.parent)
+        rank_zero_info(f"the best weights of an earlier run, {earlier[0].name}, are in {aside} now")
 
 
 class SaveLoRA(SaveResult):
