@@ -138,13 +138,14 @@ def _plain(value: Any) -> Any:
 
 
 def limits_of(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """The limits of a run as plain JSON: steps, epochs and seconds; -1 and None mean no limit."""
+    """The limits of a run as plain JSON: steps, epochs, seconds and callbacks' patience; -1 and None mean no limit."""
     steps = trainer.max_steps
     if steps == -1:
         steps = module.hparams.get("max_train_steps") or -1
     found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     seconds = [callback._duration for callback in found if isinstance(callback, Timer)]
-    return {"max_steps": steps, "max_epochs": trainer.max_epochs, "max_time": seconds}
+    patience = {type(callback).__name__: callback.patience for callback in found if hasattr(callback, "patience")}
+    return {"max_steps": steps, "max_epochs": trainer.max_epochs, "max_time": seconds, "patience": patience}
 
 
 def final_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
@@ -193,9 +194,13 @@ def find_finished(trainer: Trainer, module: LightningModule, data: Any, director
 
 
 def finished_sentence(snapshot: Snapshot, root: str | Path) -> str:
+    limits = snapshot.facts.get("limits", {})
+    stopped = f", stopped before max_steps={limits['max_steps']}" if snapshot.step < limits.get("max_steps", -1) else ""
+    patience = limits.get("patience") if stopped else None
+    raised = "".join(f", or {name}.patience above {value}," for name, value in (patience or {}).items())
     return (
-        f"the run in {root} is finished: {snapshot.step} steps, and its files are written; nothing to do"
-        " (a larger max_train_steps, max_steps or max_epochs continues from its end)"
+        f"the run in {root} is finished: {snapshot.step} steps{stopped}, and its files are written; nothing to do"
+        f" (a larger max_train_steps, max_steps or max_epochs{raised} continues from its end)"
     )
 
 

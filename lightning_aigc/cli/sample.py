@@ -65,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     tidy_console()
     settings = _settings(args.config)
     prompts = args.prompts or list(settings.model.get("validation_prompts") or [])
-    if not prompts or not all(prompt.strip() for prompt in prompts):
+    if empty := [number for number, prompt in enumerate(prompts, 1) if not prompt.strip()]:
+        where = "--prompts" if args.prompts else "validation_prompts of the run"
+        raise ConfigError(f"{where}: prompt {empty[0]} of {len(prompts)} is empty; give only prompts with words")
+    if not prompts:
         raise ConfigError('there are no prompts to draw; give some: --prompts "a photo of a zorp mug"')
     for name in ("num_inference_steps", "resolution"):
         if (given := getattr(args, name)) is not None and given < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fakes.processes.ranks import run_ranks
 from fakes.runs.killed_trainings import KillAt, Killed
 from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot
+from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.embedded import resolve
@@ -189,6 +191,21 @@ def test_a_resumed_guard_draws_the_whole_runs_before_and_after(tmp_path: Path, e
     sheets = [(tmp_path / root / "guard" / "before_after.png").read_bytes() for root in ("whole", "run")]
     assert sheets[0] == sheets[1]
     assert [check.step for check in resumed.checks] == list(range(0, 7, every_n_steps)) + [6] * (every_n_steps == 4)
+
+
+def test_a_run_that_the_guard_stopped_is_finished_until_its_patience_is_raised(tmp_path: Path) -> None:
+    snapshots = ExactSnapshot(2)
+    trainer = fit(Painter(), tmp_path, snapshots, guard(patience=2, min_delta=1.0))
+    assert trainer.global_step == 2
+    given = (trainer.lightning_module, None, tmp_path / "snapshots")
+    finished = find_finished(trainer, *given)
+    assert finished is not None
+    assert re.search(
+        r"2 steps, stopped before max_steps=20, .* or CLIPConvergenceGuard\.patience above 2, continues",
+        finished_sentence(finished, tmp_path),
+    )
+    trainer.callbacks = [snapshots, guard(patience=4, min_delta=1.0)]  # type: ignore[attr-defined]
+    assert find_finished(trainer, *given) is None
 
 
 def test_a_guard_that_is_asked_for_other_pictures_begins_anew(tmp_path: Path) -> None:

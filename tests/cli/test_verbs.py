@@ -215,6 +215,7 @@ def test_a_full_fine_tuning_draws_with_its_own_model(command: Command, quick: Pa
         (["-c", "{config}", "--prompts", "a"], "no LoRA file zorp.safetensors"),
         (["-c", "{config}", "--prompts", "a", "--lora", "gone.safetensors"], "no file gone.safetensors"),
         (["-c", "{bare}", "--lora", "none"], "no prompts"),
+        (["-c", "{config}", "--prompts", "a cup", " "], "--prompts: prompt 2 of 2 is empty"),
         (["-c", "{empty}", "--prompts", "a"], "pretrained_model_name_or_path"),
         (["-c", "{config}", "--prompts", "a", "--lora", "{config}"], "safetensors"),
         (["-c", "{config}", "--num_inference_steps", "0"], "--num_inference_steps must be at least 1, got 0"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, _enable_get_lr_call
 
-from lightning_aigc._lightning import Trainer
+from lightning_aigc._lightning import Trainer, rank_zero_warn
 from lightning_aigc.diffusion.training.averaging import is_schedule_free
 from lightning_aigc.errors import ModelError
 from lightning_aigc.schedulers.deepspeed_rates import DeepSpeedSchedule
@@ -99,6 +99,11 @@ def build_schedule(
     if not has_end and not name.startswith("constant"):
         raise ModelError(f"model.init_args.lr_scheduler: {name} needs an end; set model.init_args.max_train_steps")
     steps = int(total_steps) if has_end else None
+    if steps is not None and warmup_steps >= steps > 1:  # one step is a dry run
+        rank_zero_warn(
+            f"the learning rate stays low: it rises over model.init_args.lr_warmup_steps={warmup_steps}, and"
+            f" the run has {steps} steps; set lr_warmup_steps: {steps // 10}, or train longer"
+        )
     from diffusers.optimization import get_scheduler
 
     return get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=steps)

@@ -74,6 +74,11 @@ def test_whichever_limit_comes_first_ends_the_run(
     assert rates == pytest.approx([1e-3 * (wanted - step) / wanted for step in range(wanted)])  # to the real end
 
 
+def test_a_warm_up_that_the_run_does_not_end_is_named_before_the_first_step() -> None:
+    with pytest.warns(UserWarning, match=r"lr_warmup_steps=500, and the run has 20 steps; set lr_warmup_steps: 2,"):
+        build_schedule(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1e-3), "constant", 500, 20)
+
+
 def test_a_run_with_a_schedule_starts_without_a_warning_of_torch(sd: str, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
