@@ -146,6 +146,11 @@ class StopPoll:
         dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group)
         return int(answer[0]), bool(answer[1])
 
+    @property
+    def has_signal(self) -> bool:
+        """Whether a signal has arrived at this rank."""
+        return bool(self._signals.received)
+
     def stop(self) -> None:
         """Restore the previous signal handlers."""
         self._signals.remove()

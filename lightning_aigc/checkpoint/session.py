@@ -205,6 +205,11 @@ class SnapshotSession:
                 f" lower the learning rate and {go_back(taker.writer.directory)}"
             )
 
+    @property
+    def is_told_to_end(self) -> bool:
+        """Whether a stop signal has arrived here, which the next `after_batch` obeys."""
+        return self._poll.has_signal
+
     def before_backward(self) -> None:
         """Note that backward is about to write gradients, inside an accumulation window."""
         if self._loop_state is not None and self._loop_state.is_window_open:
@@ -306,3 +311,10 @@ class SnapshotSession:
         """Release the folder as a killed process does: nothing more is written for this run."""
         with contextlib.suppress(SnapshotError):
             self.close()
+
+
+def session_of(trainer: Trainer) -> SnapshotSession | None:
+    """Return the snapshots of the Trainer's running fit; None without any."""
+    found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    sessions = [session for c in found if isinstance(session := getattr(c, "session", None), SnapshotSession)]
+    return sessions[0] if sessions else None

@@ -47,6 +47,10 @@ class Sync(ABC):
     def average_parameters(self) -> None:  # noqa: B027
         """Average the parameters now if they differ between ranks: after training, and before a checkpoint."""
 
+    def end_training(self) -> None:
+        """Average the parameters a last time; every rank calls it once, after its last step."""
+        self.average_parameters()
+
     def take_notes(self) -> list[str]:
         """Return sentences for the user that came up since the last call."""
         return []

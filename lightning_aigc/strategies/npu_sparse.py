@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
+from lightning_aigc.checkpoint.session import session_of
 from lightning_aigc.cluster.modes import DEFAULT_MODE, Mode
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.elastic import MeetingPlace
@@ -189,13 +190,22 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         place.refuse_ranks(self.world_size)
         self._watch()
         self._note_progress(doing=f"waiting for other runs at {place.address}")
-        self._sync = sync = place.make_sync(self._parameters, self.options, self._timeout or default_pg_timeout)
+        timeout = self._timeout or default_pg_timeout
+        self._sync = sync = place.make_sync(self._parameters, self.options, timeout, self._is_told_to_end)
         for note in self._checkpoint.apply(sync, self.reduce_boolean_decision):
             rank_zero_info(f"npu_sparse: {note}")
         sync.join()
         ranks = sync.groups.everyone.size
         rank_zero_info(f"npu_sparse: mode local, {ranks} run(s) at {place.address} now, and more may come")
         self._note_progress()
+
+    def _is_told_to_end(self) -> bool:
+        """Whether a stop signal has arrived, as far as Lightning or the snapshots have seen it."""
+        if self.lightning_module is None:
+            return False
+        trainer = self.lightning_module.trainer
+        session = session_of(trainer)
+        return trainer.received_sigterm or (session is not None and session.is_told_to_end)
 
     def on_train_start(self) -> None:
         """Count on from the run's steps where its checkpoint has none of this strategy: one device's, or another's."""
@@ -271,7 +281,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
 
     def on_train_end(self) -> None:
         if self._sync is not None:
-            self._sync.average_parameters()
+            self._sync.end_training()
         super().on_train_end()
 
     # protocols.HasSnapshotState: each rank's state goes into its file of an exact snapshot

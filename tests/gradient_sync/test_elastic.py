@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -255,6 +257,82 @@ def test_too_few_ranks_are_an_error_with_their_number() -> None:
         with pytest.raises(SyncError, match=r"1 rank\(s\) were ready .* wanted 3"):
             lonely.meet(0, 0, 1)
         lonely.leave()
+
+
+def test_a_partner_that_finished_counts_and_one_that_was_stopped_is_waited_for(two: list[Quorum]) -> None:
+    meetings = begin(two)
+    two[0]._min_ranks = 2
+    assert together(*(lambda q=q, m=m: q.settle(m, arrived=True) for q, m in zip(two, meetings, strict=True))) == [1, 1]
+    two[1].leave(has_finished=True)
+    two[1].leave()  # a second call changes nothing
+    alone = two[0].meet(1, 0, 1)
+    assert alone is not None and alone.ids == (two[0].id,) and two[0].why_left(two[1].id) == "has finished"
+
+
+def test_the_console_says_which_runs_are_missing_and_a_stop_ends_the_wait(
+    two: list[Quorum], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(quorum, "TOO_FEW_S", 0.2)
+    monkeypatch.setattr(quorum, "SLOW_S", 0.2)
+    meetings = begin(two)
+    together(*(lambda q=q, m=m: q.settle(m, arrived=True) for q, m in zip(two, meetings, strict=True)))
+    stop_at = time.monotonic() + 0.6
+    two[0]._is_stopped = lambda: time.monotonic() > stop_at
+    assert two[0].meet(1, 0, 1) is None
+    assert f"waiting for run(s) {two[1].id} at " in caplog.text  # alive, and not ready
+    two[1].leave()
+    two[0]._min_ranks, stop_at = 2, time.monotonic() + 0.6
+    assert two[0].meet(1, 0, 1) is None and "waiting for 1 more run(s) at " in caplog.text
+    assert not two[0]._has(f"ready/1/{two[0].id}") and "was stopped" in two[0].why_left(two[1].id)
+
+
+def stopped_while_waiting(rank: int, folder: str) -> Any:
+    """Run 1 ends by an error; run 0, which waits for it, is told to end, and goes on later."""
+    warnings.simplefilter("ignore")
+    address = alone(os.environ)  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {"max_epochs": -1, "max_steps": 9, "default_root_dir": Path(folder, f"run{rank}")}
+    batches = DataLoader(make_batches(rank, 9), batch_size=None)
+
+    def fit(min_ranks: int, *callbacks: Callback, ckpt_path: Any = None) -> Any:
+        strategy = NPUSparseStrategy(
+            process_group_backend="gloo",
+            rendezvous=address,
+            min_ranks=min_ranks,
+            timeout=timedelta(minutes=5),
+            **OPTIONS,
+        )
+        make_trainer(strategy=strategy, callbacks=list(callbacks), **arguments).fit(
+            Small(), batches, ckpt_path=ckpt_path
+        )
+
+    if rank == 1:
+        with pytest.raises(StoppedError):
+            fit(2, StopsAt(4))
+        return None
+    tells = threading.Thread(target=signal_in_wait, args=(time.monotonic() + 60,))
+    tells.start()
+    with pytest.raises(SystemExit):
+        fit(2, ExactSnapshot())
+    tells.join()
+    steps = [path.name for path in Path(folder, "run0").rglob("step-*") if path.is_dir()]
+    noted = Averages(Path(folder, "progress"))
+    fit(1, noted, ExactSnapshot(), ckpt_path="latest")
+    return steps, noted.steps
+
+
+def signal_in_wait(deadline: float) -> None:
+    """Send SIGTERM once this process waits for members for longer than another rank's step."""
+    waits = 0
+    while waits < 20 and time.monotonic() < deadline:
+        names = {frame.name for frame in traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])}  # type: ignore[index]
+        waits = waits + 1 if "_wait_for_members" in names and "_after_step" in names else 0
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_waits_for_others_is_saved_when_it_is_told_to_end(tmp_path: Path) -> None:
+    (steps, resumed), _ = run_ranks(stopped_while_waiting, 2, tmp_path, str(tmp_path), gloo=False)
+    assert len(steps) == 1 and resumed == [7, 8, 9]  # step 6 is saved, though its average never came
 
 
 def test_a_run_with_another_job_is_refused_and_a_lost_store_is_named() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
 from lightning_aigc.checkpoint.resume import go_back
-from lightning_aigc.checkpoint.session import SnapshotSession
+from lightning_aigc.checkpoint.session import session_of
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.schedulers import AIGCLRScheduler
 from lightning_aigc.schedulers.adaptive_rate import HeldRate
@@ -159,9 +159,8 @@ def _held(trainer: Trainer) -> HeldRate | None:
 
 
 def _snapshots(trainer: Trainer) -> Path | None:
-    found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    sessions = [session for c in found if isinstance(session := getattr(c, "session", None), SnapshotSession)]
-    return sessions[0].taker.writer.directory if sessions else None
+    session = session_of(trainer)
+    return None if session is None else session.taker.writer.directory
 
 
 GENERAL = Remedies()

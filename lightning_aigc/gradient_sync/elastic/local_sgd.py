@@ -41,6 +41,7 @@ class ElasticLocalSGD(LocalSGD):
         super().__init__(parameters, options, groups)
         self._options = options
         self._averages = 0
+        self._present: tuple[int, ...] = ()
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Gradients stay on this rank."""
@@ -68,6 +69,9 @@ class ElasticLocalSGD(LocalSGD):
         broken: list[tuple[int, ...]] = []
         while True:
             meeting = self.groups.quorum.meet(self._averages, self._bits(), steps)
+            if meeting is None:
+                self._steps_since_average = steps  # a resumed run averages them
+                return
             total_N, is_there = None, False
             try:
                 self.groups.gather(meeting)
@@ -86,11 +90,28 @@ class ElasticLocalSGD(LocalSGD):
             if self.groups.quorum.settle(meeting, arrived=is_there):
                 break
             self.groups.disconnect()
+        self._note_changes(meeting)
         if total_N is not None:
             self.residuals.commit()
             self._step_outwards(total_N, None)
             self._averages += 1
             self._steps_since_average = 0
+
+    def _note_changes(self, meeting: Meeting) -> None:
+        """Note the runs that came and left since the last average."""
+        before, self._present = self._present, meeting.ids
+        if not before:
+            return
+        quorum = self.groups.quorum
+        changes = [f"run {rank} {quorum.why_left(rank)}" for rank in before if rank not in meeting.ids]
+        changes += [f"run {rank} takes part" for rank in meeting.ids if rank not in before]
+        if changes:
+            self._notes.append(f"{', '.join(changes)}; {len(meeting.ids)} run(s) now")
+
+    def end_training(self) -> None:
+        """Take the last average, and tell the others that this run has finished."""
+        super().end_training()
+        self.groups.quorum.leave(has_finished=True)
 
     def _is_moved_finite(self) -> bool:
         """Whether this rank's parameters are finite; if not, it returns to the last average."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -49,13 +49,16 @@ class MeetingPlace:
             )
 
     def make_sync(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], options: SyncOptions, timeout: timedelta
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        options: SyncOptions,
+        timeout: timedelta,
+        is_stopped: Callable[[], bool],
     ) -> ElasticLocalSGD:
-        """Return the sync of this run, connected to the store."""
+        """Return the sync of this run, connected to the store; `is_stopped` ends its waits."""
         trained = [(name, p) for name, p in parameters if p.requires_grad]
         refuse_complex(options.mode, trained)
         job = f"{sum(p.numel() for _, p in trained)} trained parameters"
         job += "".join(f", {name}={getattr(options, name)!r}" for name in COMMON)
-        return ElasticLocalSGD(
-            trained, options, ElasticGroups(Quorum(self.address, self.min_ranks, timeout, job), timeout)
-        )
+        quorum = Quorum(self.address, self.min_ranks, timeout, job, is_stopped)
+        return ElasticLocalSGD(trained, options, ElasticGroups(quorum, timeout))

@@ -12,9 +12,10 @@ ranks have taken.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,13 +26,18 @@ from torch.distributed import DistError
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.transport.process_groups import SyncError
 
+log = logging.getLogger(__name__)
 BEAT_S, DEAD_AFTER_S = 0.5, 20.0
 """Time between two heartbeats, and time without one after which a rank counts as dead."""
 POLL_S = 0.02
+TOO_FEW_S, SLOW_S = 2.0, 30.0
+"""Seconds of a wait before the console says that runs are missing, and that one that is there is not ready."""
 CONNECT_S = 60.0
 KEPT_MEETINGS = 2
 """Meetings whose keys stay in the store."""
-COMMIT, ABORT, FAILED, GONE = "commit", "abort", "failed", "gone"
+COMMIT, ABORT, FAILED = "commit", "abort", "failed"
+GONE, FINISHED = "gone", "finished"
+"""Last heartbeat of a rank that died or was stopped, and of one that has taken all its steps."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +89,22 @@ class Meeting:
 class Quorum:
     """One rank's view of the meetings at a store, with its heartbeat.
 
-    Args: job: what all ranks must have in common, in words.
+    Args:
+        min_ranks: Ranks that a meeting waits for. Those that this rank has met and that have finished count.
+        job: What all ranks must have in common, in words.
+        is_stopped: Returns whether this run is told to end, which ends a wait.
     Raises: ConfigError if no store answers at the address, or the ranks there have another job.
     """
 
-    def __init__(self, address: str, min_ranks: int, timeout: timedelta, job: str = "") -> None:
-        self._address, self._min_ranks, self._timeout = address, min_ranks, timeout
+    def __init__(
+        self,
+        address: str,
+        min_ranks: int,
+        timeout: timedelta,
+        job: str = "",
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._address, self._min_ranks, self._timeout, self._is_stopped = address, min_ranks, timeout, is_stopped
         self._store = open_store(address)
         theirs = self._store.compare_set("job", "", job).decode()
         if theirs != job:
@@ -99,6 +115,7 @@ class Quorum:
         self.id = int(self._store.add("joined", 1))
         self._store.add("meeting", 0)
         self._seen: dict[int, tuple[str, float]] = {}
+        self._met: set[int] = set()
         self._ended = threading.Event()
         self._beats_from = open_store(address)  # a process group that connects blocks its own
         self._heart = threading.Thread(target=self._beat, name="quorum heartbeat", daemon=True)
@@ -107,15 +124,15 @@ class Quorum:
         """Return the part of the store for a meeting's process group."""
         return PrefixStore(f"group/{meeting.number}", self._store)
 
-    def meet(self, averages: int, bits: int, steps: int) -> Meeting:
-        """Wait until this rank is a member of a meeting.
+    def meet(self, averages: int, bits: int, steps: int) -> Meeting | None:
+        """Wait until this rank is a member of a meeting. Returns: the meeting; None if this run is told to end.
 
         Raises: SyncError if fewer ranks than wanted are ready within the timeout, and if the store is gone.
         """
         with self._store_answers():
             return self._meet(averages, bits, steps)
 
-    def _meet(self, averages: int, bits: int, steps: int) -> Meeting:
+    def _meet(self, averages: int, bits: int, steps: int) -> Meeting | None:
         if self._heart.ident is None:
             self._heart.start()
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -124,10 +141,12 @@ class Quorum:
             number = self._number()
             if not self._has(f"members/{number}"):
                 self._store.set(f"ready/{number}/{self.id}", json.dumps(asdict(mine)))
-                self._wait_for_members(number, deadline)
+                if not self._wait_for_members(number, deadline):
+                    return None
             members = tuple(Standing(**member) for member in json.loads(self._get(f"members/{number}")))
             place = next((i for i, member in enumerate(members) if member.id == self.id), None)
             if place is not None:
+                self._met.update(member.id for member in members)
                 return Meeting(number, members, place)
             self._outcome(number, [member.id for member in members])  # this rank came too late for it
 
@@ -142,44 +161,78 @@ class Quorum:
         self._decide(meeting.number, meeting.ids)
         return self._has(f"outcome/{meeting.number}") and self._get(f"outcome/{meeting.number}") == ABORT
 
-    def leave(self) -> None:
-        """Tell the others at once that this rank takes no part any more."""
+    def leave(self, *, has_finished: bool = False) -> None:
+        """Tell the others at once that this rank takes no part any more. A second call does nothing."""
+        if self._ended.is_set():
+            return
         self._ended.set()
         if self._heart.ident is not None:
             self._heart.join()
         with suppress(RuntimeError):  # the store may be gone
-            self._store.set(f"beat/{self.id}", GONE)
+            self._store.set(f"beat/{self.id}", FINISHED if has_finished else GONE)
+
+    def why_left(self, rank: int) -> str:
+        """Return in words why a rank takes part no more."""
+        return "has finished" if self._last_beat(rank) == FINISHED else "was stopped, or does not answer any more"
 
     # The list of members
 
-    def _wait_for_members(self, number: int, deadline: float) -> None:
+    def _wait_for_members(self, number: int, deadline: float) -> bool:
+        """Return True when the list of members is there, and False if this run is told to end."""
+        start, is_said = time.monotonic(), False
         while not self._has(f"members/{number}"):
+            if self._is_stopped():
+                self._store.delete_key(f"ready/{number}/{self.id}")
+                return self._has(f"members/{number}")  # written a moment ago: the others count on this rank
             alive = self._alive(range(1, int(self._store.add("joined", 0)) + 1))
             ready = [rank for rank in alive if self._has(f"ready/{number}/{rank}")]
+            wanted = self._min_ranks - sum(self._last_beat(rank) == FINISHED for rank in self._met)
             is_late = time.monotonic() > deadline
-            if len(ready) >= self._min_ranks and (ready == alive or is_late):
+            if len(ready) >= wanted and (ready == alive or is_late):
                 standings = [json.loads(self._get(f"ready/{number}/{rank}")) for rank in ready]
                 self._store.compare_set(f"members/{number}", "", json.dumps(standings))
             elif is_late:
                 raise SyncError(
                     f"{len(ready)} rank(s) were ready for an average at {self._address} within {self._timeout}, wanted "
-                    f"{self._min_ranks}; start the missing ones, or lower min_ranks"
+                    f"{wanted}; start the missing ones, or lower min_ranks"
                 )
             else:
+                waited_s = time.monotonic() - start
+                is_said = is_said or self._say_wait(waited_s, len(alive), wanted, sorted(set(alive) - set(ready)))
                 time.sleep(POLL_S)
+        return True
+
+    def _say_wait(self, waited_s: float, alive: int, wanted: int, slow: list[int]) -> bool:
+        """Say after a while which runs this one waits for. Returns: whether it was said."""
+        if alive < wanted and waited_s > TOO_FEW_S:
+            log.warning(
+                "npu_sparse: waiting for %d more run(s) at %s (min_ranks: %d), up to %s; start them, or stop this run "
+                "and resume it with a lower min_ranks",
+                *(wanted - alive, self._address, self._min_ranks, self._timeout),
+            )
+        elif slow and waited_s > SLOW_S:
+            names = ", ".join(map(str, slow))
+            log.warning("npu_sparse: waiting for run(s) %s at %s, up to %s", names, self._address, self._timeout)
+        else:
+            return False
+        return True
 
     def _alive(self, ranks: Sequence[int]) -> list[int]:
         """Return those of the ranks whose heartbeat changes; a rank that has never met anyone has none."""
         alive, now = [], time.monotonic()
         for rank in ranks:
-            beat = self._get(f"beat/{rank}") if self._has(f"beat/{rank}") else GONE
+            beat = self._last_beat(rank)
             if rank not in self._seen or self._seen[rank][0] != beat:
                 self._seen[rank] = beat, now
-            if beat != GONE and now - self._seen[rank][1] > DEAD_AFTER_S:
+            has_left = beat in (GONE, FINISHED)
+            if not has_left and now - self._seen[rank][1] > DEAD_AFTER_S:
                 self._store.compare_set(f"beat/{rank}", beat, GONE)  # for those who come later
-            elif beat != GONE or rank == self.id:
+            elif not has_left or rank == self.id:
                 alive.append(rank)
         return alive
+
+    def _last_beat(self, rank: int) -> str:
+        return self._get(f"beat/{rank}") if self._has(f"beat/{rank}") else GONE
 
     # The outcome
 
