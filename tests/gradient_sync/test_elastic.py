@@ -270,7 +270,7 @@ def test_a_partner_that_finished_counts_and_one_that_was_stopped_is_waited_for(t
 
 
 def test_the_console_says_which_runs_are_missing_and_a_stop_ends_the_wait(
-    two: list[Quorum], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    two: list[Quorum], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(quorum, "TOO_FEW_S", 0.2)
     monkeypatch.setattr(quorum, "SLOW_S", 0.2)
@@ -279,10 +279,10 @@ def test_the_console_says_which_runs_are_missing_and_a_stop_ends_the_wait(
     stop_at = time.monotonic() + 0.6
     two[0]._is_stopped = lambda: time.monotonic() > stop_at
     assert two[0].meet(1, 0, 1) is None
-    assert f"waiting for run(s) {two[1].id} at " in caplog.text  # alive, and not ready
+    assert f"waiting for run(s) {two[1].id} at " in capsys.readouterr().err  # alive, and not ready
     two[1].leave()
     two[0]._min_ranks, stop_at = 2, time.monotonic() + 0.6
-    assert two[0].meet(1, 0, 1) is None and "waiting for 1 more run(s) at " in caplog.text
+    assert two[0].meet(1, 0, 1) is None and "waiting for 1 more run(s) at " in capsys.readouterr().err
     assert not two[0]._has(f"ready/1/{two[0].id}") and "was stopped" in two[0].why_left(two[1].id)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ from lightning_aigc.gradient_sync.modes.reductions import run_alone
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.transport.process_groups import explain
 from lightning_aigc.gradient_sync.watch.replica_check import PRIME, bits_of
+from lightning_aigc.gradient_sync.watch.stall_watchdog import print_line
 
-log = logging.getLogger(__name__)
 ATTEMPTS = 5
 """Averages that may break off among the same ranks, all of them alive, before it is an error."""
 NOT_WHOLE = -1
@@ -81,7 +80,7 @@ class ElasticLocalSGD(LocalSGD):
                 total_N = self._sum(meeting)
                 is_there = True
             except RuntimeError as error:
-                log.warning("the average of %d ranks broke off: %s", len(meeting.members), str(error).splitlines()[0])
+                print_line(f"the average of {len(meeting.members)} runs broke off: {str(error).splitlines()[0]}")
                 self.groups.disconnect()
                 broken.append(meeting.ids)
                 if broken.count(meeting.ids) == ATTEMPTS:
@@ -117,7 +116,7 @@ class ElasticLocalSGD(LocalSGD):
         """Whether this rank's parameters are finite; if not, it returns to the last average."""
         if all(bool(p.isfinite().all()) for _, p in self.parameters):
             return True
-        log.warning("parameters are not finite in step %d; this rank goes back to the last average", self.step)
+        print_line(f"parameters are not finite in step {self.step}; this run goes back to the last average")
         for name, parameter in self.parameters:
             parameter.copy_(self._anchor[name])
         return False

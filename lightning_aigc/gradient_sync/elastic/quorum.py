@@ -12,7 +12,6 @@ ranks have taken.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,8 @@ from torch.distributed import DistError
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.transport.process_groups import SyncError
+from lightning_aigc.gradient_sync.watch.stall_watchdog import print_line
 
-log = logging.getLogger(__name__)
 BEAT_S, DEAD_AFTER_S = 0.5, 20.0
 """Time between two heartbeats, and time without one after which a rank counts as dead."""
 POLL_S = 0.02
@@ -205,14 +204,13 @@ class Quorum:
     def _say_wait(self, waited_s: float, alive: int, wanted: int, slow: list[int]) -> bool:
         """Say after a while which runs this one waits for. Returns: whether it was said."""
         if alive < wanted and waited_s > TOO_FEW_S:
-            log.warning(
-                "npu_sparse: waiting for %d more run(s) at %s (min_ranks: %d), up to %s; start them, or stop this run "
-                "and resume it with a lower min_ranks",
-                *(wanted - alive, self._address, self._min_ranks, self._timeout),
+            print_line(
+                f"waiting for {wanted - alive} more run(s) at {self._address} (min_ranks: {self._min_ranks}), up to "
+                f"{self._timeout}; start them, or stop this run and resume it with a lower min_ranks"
             )
         elif slow and waited_s > SLOW_S:
             names = ", ".join(map(str, slow))
-            log.warning("npu_sparse: waiting for run(s) %s at %s, up to %s", names, self._address, self._timeout)
+            print_line(f"waiting for run(s) {names} at {self._address}, up to {self._timeout}")
         else:
             return False
         return True

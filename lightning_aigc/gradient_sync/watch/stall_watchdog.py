@@ -62,7 +62,7 @@ class StallWatchdog:
             raise ConfigError(f"the watchdog's seconds must be above 0, or 0 to turn it off; got {after_s}")
         self.after_s, self.folder, self.rank, self.world_size = after_s, folder, rank, world_size
         self.describe, self.timeout = describe, timeout
-        self._say = say or _say
+        self._say = say or print_line
         self._board: StallBoard | None = None
         self._progress_at, self._steps = time.monotonic(), 0
         self._doing = "the first step"
@@ -176,7 +176,8 @@ def _last_resort(after_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _say(sentence: str) -> None:
+def print_line(sentence: str) -> None:
+    """Print a line of gradient sync to the console."""
     print(f"npu_sparse: {sentence}", file=sys.stderr, flush=True)
 
 
