@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 # Processes of pytest: one more than cores, because some tests wait; a module's tests stay together, and those that take
 # longest begin (tests/conftest.py). `make test PARALLEL=` runs them in one.
-PARALLEL ?= -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadscope --no-loadscope-reorder
+PARALLEL ?= -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo demo-controlnet demo-edit demo-sd3 test test-long test-pairs test-pages test-clients test-tables test-triton test-ascend test-ascend-newest test-torch211 bench-cuda bench-cuda-short wheels \
 	check check-systems check-demo docs embedded clean

@@ -72,6 +72,7 @@ def _quick_config(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> dic
         "pretrained_model_name_or_path": str(make_pipeline(tmp_path_factory.mktemp("pipeline"))),
         "rank": 2,
         "max_train_steps": 2,
+        "lr_warmup_steps": 0,
         "num_inference_steps": 2,
         "num_validation_images": 1,
         "validation_prompts": ["a zorp cup"],

@@ -76,8 +76,8 @@ def quick(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     config["trainer"]["callbacks"] = [c for c in config["trainer"]["callbacks"] if c["class_path"] == "RunReport"]
     config["trainer"]["callbacks"][0]["init_args"] |= {"clip_model": None, "num_images": 1}
     config["model"]["init_args"] |= {
-        "max_train_steps": 3, "num_inference_steps": 2, "num_validation_images": 1, "validation_steps": 3,
-        "validation_prompts": ["a zorp mug"], "sample_resolution": 64,
+        "max_train_steps": 3, "lr_warmup_steps": 0, "num_inference_steps": 2, "num_validation_images": 1,
+        "validation_steps": 3, "validation_prompts": ["a zorp mug"], "sample_resolution": 64,
     }  # fmt: skip
     config["data"]["init_args"] |= {"resolution": 64, "cache_dir": str(folder / "cache")}
     return config
