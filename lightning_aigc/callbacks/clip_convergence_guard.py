@@ -93,9 +93,9 @@ class CLIPConvergenceGuard(Callback):
         for name, value in (counts | {"reference_images": reference_images}).items():
             if value < 1:
                 raise ConfigError(f"CLIPConvergenceGuard {name} must be at least 1, got {value}")
-        if min_delta is not None and not 0 <= min_delta < math.inf:
+        if min_delta is not None and not 0 <= min_delta <= 1:
             raise ConfigError(
-                f"CLIPConvergenceGuard min_delta must be a number of at least 0, or None for the noise; got {min_delta}"
+                f"CLIPConvergenceGuard min_delta must be 0 to 1, as scores are, or None for the noise; got {min_delta}"
             )
         self.prompts, self.every_n_steps, self.num_images, self.seed = prompts, every_n_steps, num_images, seed
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
@@ -203,11 +203,19 @@ class CLIPConvergenceGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._judge is None:
             return
+        self._warn_of_few_checks(trainer.max_steps)
         self._judge.begin(trainer, self.reference_images, pl_module.device)
         self._last_step = trainer.global_step
         if not self.checks:
             set_aside_best(trainer, best_path(trainer, pl_module, "lora"))
             self._check(trainer, pl_module)
+
+    def _warn_of_few_checks(self, steps: int) -> None:
+        if 1 < steps <= self.every_n_steps:
+            rank_zero_warn(
+                f"CLIPConvergenceGuard checks only the start and the end of these {steps} steps, because"
+                f" every_n_steps={self.every_n_steps}; set its every_n_steps: {max(1, steps // 5)} to find the best step"
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -290,6 +298,8 @@ class CLIPConvergenceGuard(Callback):
         best = self._best()
         now = check.scores(self.metric)
         if not all(math.isfinite(score) for score in now):
+            if any(not math.isfinite(before.mean(self.metric)) for before in self.checks[:-1]):
+                return
             warnings.warn(
                 f"CLIPConvergenceGuard: {self.metric} of step {check.step} is not finite; the training has most likely "
                 "diverged: lower model.init_args.learning_rate. The best weights so far stay the best",

@@ -120,6 +120,20 @@ class ControlGuard(Callback):
         if self._batch is not None and is_due and step > self.gaps[-1][0]:
             self._check(trainer, pl_module)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._batch is None or not self.gaps:
+            return
+        step, gap, _ = self.gaps[-1]
+        if self.appeared_at is None:
+            rank_zero_info(
+                f"ControlGuard: no control yet at step {step}: another image's condition changes the loss by {gap:.1%},"
+                f" and control is above {APPEARED_SHARE:.0%} in two checks; train on with a larger"
+                " model.init_args.max_train_steps and --resume"
+            )
+        elif self.best_step is not None:
+            best = next(gap for at, gap, _ in self.gaps if at == self.best_step)
+            rank_zero_info(f"ControlGuard: control since step {self.appeared_at}; best gap {best:.0%}, step {self.best_step}")
+
     def report_entries(self) -> dict[str, Any]:
         """For the summary: when control appeared, and the last gap."""
         if not self.gaps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 
 SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -13,7 +14,7 @@ _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
 def bytes_a_second(text: str) -> float:
     """Parse a bandwidth, 25Gb as 25e9 bits/s, 200GB as 200e9 bytes/s. Raises: ArgumentTypeError."""
     match = re.fullmatch(_NUMBER + r"([kMGT]?)(b|bit|B)(?:it)?(?:/s|ps|E)?", text.strip())
-    if match is None or float(match[1]) <= 0:
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, wanted a bandwidth above 0 with its unit: 25Gb (bits a second) or 200GB (bytes a second)"
         )
@@ -23,15 +24,22 @@ def bytes_a_second(text: str) -> float:
 def seconds(text: str) -> float:
     """Parse a time such as 1.2, 1.2s, 350ms, 30us or 5ns. Raises: ArgumentTypeError."""
     match = re.fullmatch(_NUMBER + r"([mµun]?s|)", text.strip())
-    if match is None:
+    if match is None or float(match[1]) == math.inf:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a time such as 1.2, 350ms or 30us")
     return float(match[1]) * SECONDS[match[2] or "s"]
+
+
+def latency(text: str) -> float:
+    """Parse a time with its unit, such as 30us: 5 alone would be seconds. Raises: ArgumentTypeError."""
+    if not text.strip().endswith("s"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a latency with its unit, such as 30us")
+    return seconds(text)
 
 
 def count(text: str) -> float:
     """Parse a count with k, M, G (or B) or T, 859.5M as 859,500,000. Raises: ArgumentTypeError."""
     match = re.fullmatch(_NUMBER + r"([kMGBT]?)", text.strip().replace("_", "").replace(",", ""))
-    if match is None:
+    if match is None or float(match[1]) == math.inf:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number of parameters such as 859.5M or 12_800_000")
     return float(match[1]) * SCALES[match[2].replace("B", "G")]
 

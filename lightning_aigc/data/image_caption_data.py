@@ -6,6 +6,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from lightning_aigc.data.cache.encoder import Encoder, require_encoder
 from lightning_aigc.data.cache.resources import loader_settings
 from lightning_aigc.data.captions.caption_lengths import note_on_lengths
 from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels, load_source_pixels
-from lightning_aigc.data.index.argument_checks import MissingCaptions, SourceFit, check_choices, check_seen_sources
+from lightning_aigc.data.index.argument_checks import (
+    MissingCaptions,
+    SourceFit,
+    check_choices,
+    check_seen_sources,
+    unread_arguments,
+)
 from lightning_aigc.data.index.filenames import print_anywhere
 from lightning_aigc.data.index.index import TrainingIndex, build_index
 from lightning_aigc.data.index.index_settings import IndexSettings
@@ -431,6 +438,8 @@ class ImageCaptionData(LightningDataModule):
         module = getattr(self.trainer, "lightning_module", None)
         if note := note_on_lengths([sample.caption for sample in index.samples], module):
             index.report.notes.append(note)
+        defaults = {name: p.default for name, p in signature(ImageCaptionData.__init__).parameters.items()}
+        index.report.notes += unread_arguments(self._given, defaults)
         index.report.advice = advice_on(
             material_of_run(index, self.trainer, self.options.trigger_word, self.train_batch_size, self.buckets)
         )

@@ -213,6 +213,11 @@ def unused_options(options: SyncOptions, written: Mapping[str, str] = {}) -> lis
                 f"{option} changes nothing in mode {options.mode}: write mode={' or mode='.join(map(repr, modes))} to "
                 "have it, or leave it out"
             )
+    if options.warmup_steps and options.mode in ("dense", "local"):
+        sentences.append(
+            f"warmup_steps={options.warmup_steps} changes nothing in mode {options.mode}, which compresses no gradients:"
+            " leave it out, or write another mode"
+        )
     if options.mode == "local":
         sentences += _unused_by_average(options)
     return sentences

@@ -38,6 +38,11 @@ def check_arguments(
             raise ConfigError(f"protect must hold module-name patterns such as 'vae.decoder', got {pattern!r}")
     if not isinstance(strict, bool):
         raise ConfigError(f"strict must be true or false, got {strict!r}")
+    if strict and memory == "off":
+        raise ConfigError(
+            "strict=True refuses blocks that run their class's forward, and with memory='off' all do; use"
+            " memory='balanced', or strict=False"
+        )
     if not isinstance(offload, bool):
         raise ConfigError(f"offload must be true or false, got {offload!r}")
     if not isinstance(graph, bool) and graph != "auto":

@@ -55,7 +55,7 @@ class AIGCLRScheduler(LRScheduler):
     def __init__(
         self,
         optimizer: Optimizer,
-        base_lr: float | Sequence[float] | None = 1e-4,
+        base_lr: float | Sequence[float] | None = None,
         warmup_steps: int = 100,
         adaptive_mode: bool = True,
         grad_norm_threshold: float = 1.5,

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from lightning_aigc.checkpoint.session import session_of
 from lightning_aigc.cluster.modes import DEFAULT_MODE, Mode
+from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.elastic import MeetingPlace
 from lightning_aigc.gradient_sync.factory import make_sync
@@ -102,6 +103,11 @@ class NPUSparseStrategy(DeviceDDPStrategy):
     ) -> None:
         self.options = take_options(mode, arguments)
         self.mode: Mode = mode
+        if rendezvous is None and min_ranks != 1:
+            raise ConfigError(
+                f"min_ranks={min_ranks} counts the runs at a rendezvous, which is not set; set rendezvous: HOST:PORT, or"
+                " remove min_ranks"
+            )
         self._meets = None if rendezvous is None else MeetingPlace.of(rendezvous, min_ranks, self.options)
         super().__init__(
             accelerator=accelerator,

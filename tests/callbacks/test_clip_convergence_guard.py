@@ -242,15 +242,21 @@ def test_a_guard_that_only_validates_says_nothing(tmp_path: Path) -> None:
 
 
 def test_a_score_that_is_not_finite_never_becomes_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = iter([[0.4, 0.4], [0.5, 0.5], [torch.nan, 0.9]])
+    scores = iter([[0.4, 0.4], [0.5, 0.5], [torch.nan, 0.9], [torch.nan, 0.9]])
     monkeypatch.setattr(
         "lightning_aigc.metrics.CLIPSimilarity.scores",
         lambda *_: {"clip_t": torch.tensor(next(scores)), "clip_i": torch.full((2,), torch.nan)},
     )
     watching = guard(num_images=1)
-    with pytest.warns(UserWarning, match="clip_t of step 4 is not finite.*learning_rate"):
-        fit(Painter(), tmp_path, watching, steps=4)
+    with pytest.warns(UserWarning, match="clip_t of step . is not finite.*learning_rate") as said:
+        fit(Painter(), tmp_path, watching, steps=6)
+    assert ["step 4" in str(each.message) for each in said if "is not finite" in str(each.message)] == [True]  # once
     assert (watching.best_step, watching.best_metric) == (2, pytest.approx(0.5))
+
+
+def test_a_guard_that_can_check_only_the_ends_of_a_run_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="checks only the start and the end of these 10 steps.*every_n_steps: 2 to"):
+        fit(Painter(), tmp_path, guard(every_n_steps=10, stop=False), steps=10)
 
 
 def test_broken_pictures_are_named_and_score_as_black(tmp_path: Path) -> None:
@@ -293,8 +299,9 @@ def test_sampling_that_takes_too_long_ends_the_checks_and_not_the_training(tmp_p
         ({"metric": "fid"}, "metric='fid'; wanted one of clip_t, clip_i, mean, edit, direction, kept"),
         ({"patience": 0}, "patience must be at least 1"),
         ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
-        ({"min_delta": -1.0}, "min_delta must be a number of at least 0"),
-        ({"min_delta": math.nan}, "min_delta must be a number of at least 0, or None for the noise; got nan"),
+        ({"min_delta": -1.0}, "min_delta must be 0 to 1, as scores are, or None for the noise; got -1.0"),
+        ({"min_delta": 5.0}, "min_delta must be 0 to 1, as scores are, or None for the noise; got 5.0"),
+        ({"min_delta": math.nan}, "min_delta must be 0 to 1, as scores are, or None for the noise; got nan"),
         ({"reference_images": 0}, "reference_images must be at least 1, got 0"),
     ],
 )

@@ -84,15 +84,20 @@ def test_control_appears_at_the_first_of_two_clear_checks_and_the_run_stops_when
     assert model.saved[-1] == (12, "net_best.safetensors")
     said = " ".join(record.message for record in caplog.records)
     assert "control appeared at step 8" in said and "stopped at step 16" in said
+    assert "control since step 8; best gap 40%, step 12" in said
     assert guard.report_entries()["figures"]["control_appeared_at_step"] == 8
 
 
-def test_a_gap_within_its_noise_is_no_control_and_is_said_once(tmp_path: Path) -> None:
+def test_a_gap_within_its_noise_is_no_control_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     model, guard = Scripted([0.001] * 30), ControlGuard(every_n_steps=2, give_up_after=10, patience=2)
     with pytest.warns(UserWarning, match="no control after 10 steps") as said:
         trainer = train(model, tmp_path, guard)
     assert len([w for w in said if "no control" in str(w.message)]) == 1
     assert guard.appeared_at is None and trainer.global_step == 20 and model.saved == []
+    assert "no control yet at step 20: another image's condition changes the loss by 0.1%" in caplog.messages[-1]
 
 
 def test_a_resumed_guard_remembers(tmp_path: Path) -> None:

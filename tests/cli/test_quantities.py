@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
+from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, latency, seconds, with_scale
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, second
     [
         (bytes_a_second, "25Gb", 25e9 / 8), (bytes_a_second, "200GB", 200e9), (bytes_a_second, "1GbE", 1e9 / 8),
         (bytes_a_second, "100 Gbit/s", 12.5e9), (bytes_a_second, "1.5 TB/s", 1.5e12), (bytes_a_second, "800Mb", 1e8),
-        (seconds, "1.2", 1.2), (seconds, "350ms", 0.35), (seconds, "30us", 3e-5), (seconds, "2 s", 2),
+        (seconds, "1.2", 1.2), (seconds, "350ms", 0.35), (seconds, "30us", 3e-5), (seconds, "2 s", 2), (latency, "5us", 5e-6),
         (count, "859.5M", 859.5e6), (count, "2.6B", 2.6e9), (count, "12_800_000", 12.8e6), (count, "1e6", 1e6),
     ],
 )  # fmt: skip
@@ -27,6 +27,7 @@ def test_units_are_understood(parse: Callable[[str], float], text: str, value: f
     ("parse", "text"),
     [
         (bytes_a_second, "25"), (bytes_a_second, "25gb"), (bytes_a_second, "0Gb"), (bytes_a_second, "-1Gb"),
+        (bytes_a_second, "1e400Gb"), (count, "1e400"), (seconds, "1e400"), (latency, "5"), (latency, "5 h"),
         (seconds, "1h"), (seconds, ""), (count, "many"), (count, "-5M"),
     ],
 )  # fmt: skip

@@ -268,6 +268,28 @@ def test_arguments_out_of_range_are_refused_by_name(make, arguments, message):
         make(**arguments).setup("fit")
 
 
+def test_a_resumed_run_names_images_that_changed(tools, make, folder, recwarn):
+    fill(tools, folder, 6)
+    data = make()
+    data.prepare()
+    state = data.loader().state_dict()
+    data.loader().load_state_dict({name: value for name, value in state.items() if name in ("epoch", "position")})
+    data.loader().load_state_dict(state)
+    assert [str(each.message) for each in recwarn] == []  # the same images, and a state without their hash
+    for change in ("another caption", "an image less"):
+        if change == "another caption":
+            next(folder.glob("*.txt")).write_text("a thing of another colour", encoding="utf-8")
+        else:
+            image = next(folder.glob("*.png"))
+            image.unlink()
+            image.with_suffix(".txt").unlink()
+        changed = make()
+        changed.prepare()
+        said = r"others than before the resume \(6 images then, %d now\)" % (5 if change == "an image less" else 6)
+        with pytest.warns(UserWarning, match=said):
+            changed.loader().load_state_dict(state)
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_loader_resumes_at_the_next_batch_with_workers(tools, make, folder):
     fill(tools, folder, 12)

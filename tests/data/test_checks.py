@@ -143,3 +143,31 @@ def test_a_folder_of_held_out_pictures_is_not_trained_on_and_a_copy_is_noted(too
 def test_a_share_out_of_range_is_refused(make, share):
     with pytest.raises(DataError, match="validation_split must be in"):
         make(validation_split=share)
+
+
+UNREAD = {
+    "keep_tokens": 2, "prior_ratio": 0.5, "image_column": "photo", "dataset_split": "test", "prefetch_factor": 3,
+    "enable_bucket": False, "min_bucket_reso": 64, "bucket_no_upscale": True,
+}  # fmt: skip
+
+
+def test_arguments_that_change_nothing_are_notes_of_the_report(tools, make, folder):
+    tools.save(folder / "good.png")
+    said = make(**UNREAD).report()
+    for line in (
+        "data.init_args.keep_tokens: 2 changes nothing while shuffle_caption is false; set"
+        " data.init_args.shuffle_caption: true, or remove keep_tokens",
+        "data.init_args.prior_ratio: 0.5 changes nothing while class_data_dir is unset; set"
+        " data.init_args.class_data_dir: FOLDER, or remove prior_ratio",
+        *(f"data.init_args.{name}:" for name in UNREAD if name != "enable_bucket"),
+    ):
+        assert line in said, line
+    reads = {"shuffle_caption": True, "keep_tokens": 2, "min_bucket_reso": 64, "caption_separator": ";"}
+    assert "changes nothing" not in make(**reads).report()
+
+
+def test_alpha_masks_without_an_alpha_channel_are_a_note(tools, make, folder):
+    tools.save(folder / "plain.png")
+    assert "masks: no image has an alpha channel: all is learned" in make(use_alpha_mask=True).report()
+    tools.save(folder / "cut out.png", tools.picture(mode="RGBA", seed=3))
+    assert "masks: the alpha channel of each image that has one" in make(use_alpha_mask=True).report()

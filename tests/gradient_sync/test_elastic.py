@@ -354,6 +354,7 @@ def test_a_run_with_another_job_is_refused_and_a_lost_store_is_named() -> None:
         ({"mode": "int3"}, "rendezvous wants mode='local', whose runs step on their own; got mode='int3'"),
         ({"overlap_average": True}, "rendezvous and overlap_average exclude each other"),
         ({"min_ranks": 0}, "min_ranks must be at least 1, got 0"),
+        ({"min_ranks": 2, "rendezvous": None}, "min_ranks=2 counts the runs at a rendezvous, which is not set"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str) -> None:

@@ -238,3 +238,7 @@ def test_options_that_the_averages_do_not_read_are_named() -> None:
     ]
     (sentence,) = unused_options(SyncOptions("local", error_feedback_decay=0.9))
     assert "error_feedback_decay=0.9 changes nothing with average='float32'" in sentence
+    for mode in ("dense", "local"):
+        (sentence,) = unused_options(SyncOptions(mode, warmup_steps=20))
+        assert f"warmup_steps=20 changes nothing in mode {mode}" in sentence
+    assert unused_options(SyncOptions("int3", warmup_steps=20)) == []

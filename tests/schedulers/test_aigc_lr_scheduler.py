@@ -163,7 +163,7 @@ def test_without_adaption_it_is_warm_up_and_decay(decay: Any, half_way: float) -
 def test_no_rate_given_keeps_the_groups_own() -> None:
     net = make_net()
     optimizer = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.3}, {"params": net[2].parameters()}], lr=0.1)  # type: ignore[index]
-    scheduler = AIGCLRScheduler(optimizer, None, warmup_steps=0, adaptive_mode=False)
+    scheduler = AIGCLRScheduler(optimizer, warmup_steps=0, adaptive_mode=False)
     assert scheduler.get_last_lr() == [0.3, 0.1]
 
 

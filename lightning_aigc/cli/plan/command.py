@@ -19,7 +19,7 @@ from lightning_aigc.cli.plan.model import (
     time_one_step,
 )
 from lightning_aigc.cli.plan.zero import STAGES, Sharing, zero_strategy
-from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
+from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, latency, seconds, with_scale
 from lightning_aigc.cluster import cost_model
 from lightning_aigc.cluster.modes import AUTO_MODES, DEFAULT_MODE, MODES, worthwhile_mode
 from lightning_aigc.cluster.workload import (
@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--local_link", type=bytes_a_second, default=200e9, help="bandwidth of a card in its node (default: 200GB)"
     )
-    parser.add_argument("--latency", type=seconds, default=30e-6, help="between nodes (default: 30us)")
-    parser.add_argument("--local_latency", type=seconds, default=5e-6, help="inside a node (default: 5us)")
+    parser.add_argument("--latency", type=latency, default=30e-6, help="between nodes (default: 30us)")
+    parser.add_argument("--local_latency", type=latency, default=5e-6, help="inside a node (default: 5us)")
     parser.add_argument("--step_time", type=seconds, help="step time on one card; else timed here for a small model")
     parser.add_argument(
         "--measured",

@@ -48,6 +48,11 @@ class StreamDataset(Dataset[Batch]):
         self.on_bad_shard, self.seed = on_bad_shard, seed
         self._bad: set[str] = set()
 
+    def contents(self) -> tuple[int, list[str]]:
+        """Return the number of entries, and the shards' names, which hold hashes."""
+        shards = [shard for of_bucket in self.buckets for shard in of_bucket]
+        return sum(shard.count for shard in shards), [shard.file for shard in shards]
+
     def __getitem__(self, plan: StreamPlan) -> Batch:
         of_bucket = self.buckets[plan.bucket]
         entries: list[dict[str, Tensor]] = []

@@ -9,6 +9,7 @@ from lightning_aigc.data.images.image_file import (
     PictureInfo,
     PictureRejectedError,
     contrast,
+    has_alpha,
     load_condition,
     load_mask,
     looks_like_a_picture,
@@ -96,7 +97,9 @@ def find_masks(folders: Sequence[CheckedFolder], settings: IndexSettings, report
     accepted = [pair for each in folders if each.role == "train" for pair in each.accepted]
     folder = settings.mask_folder
     if settings.use_alpha_mask and folder is None and accepted:
-        report.notes.append("masks: the alpha channel of each image that has one")
+        some = any(has_alpha(picture.path) for picture, _ in accepted)
+        found = "the alpha channel of each image that has one" if some else "no image has an alpha channel: all is learned"
+        report.notes.append(f"masks: {found}")
     if folder is None or not accepted:
         return [None] * len(accepted)
     if not folder.is_dir():

@@ -103,6 +103,12 @@ def load_picture(path: Path, shrink_to: tuple[int, int] | None = None) -> tuple[
     return _laid_on("white", upright), upright.getchannel("A")
 
 
+def has_alpha(path: Path) -> bool:
+    """Whether the file's header has an alpha channel or a transparent colour."""
+    with pillow_limits_lifted(), Image.open(path) as image:
+        return image.has_transparency_data
+
+
 def load_mask(path: Path) -> Image.Image:
     """Load a mask as mode L, white where the model learns; alpha is blended onto black."""
     with pillow_limits_lifted(), Image.open(path) as image:

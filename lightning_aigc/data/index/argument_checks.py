@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import codecs
 import unicodedata
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from lightning_aigc.errors import DataError
+from lightning_aigc.errors import DataError, Readers, unread_settings
 
 MissingCaptions = Literal["error", "filename", "empty", "trigger"]
 SourceFit = Literal["crop", "own"]
+READERS: Readers = {
+    "prior_ratio": ("class_data_dir", (None,), "FOLDER"),
+    "keep_tokens": ("shuffle_caption", (False,), "true"),
+    **dict.fromkeys(
+        ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale"),
+        ("enable_bucket", (False,), "true"),
+    ),
+    **dict.fromkeys(("image_column", "dataset_split"), ("dataset_name", (None,), "NAME")),
+    "prefetch_factor": ("num_workers", (0,), "2"),
+}
 
 
 def check_choices(given: dict[str, Any]) -> None:
@@ -94,6 +105,11 @@ def check_choices(given: dict[str, Any]) -> None:
             "data.init_args.cache_text_embeddings and shuffle_caption exclude each other (each order is a new text);"
             " set data.init_args.shuffle_caption: false"
         )
+
+
+def unread_arguments(given: dict[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each argument that is given and changes nothing beside the others."""
+    return unread_settings(given, defaults, READERS, "data.init_args")
 
 
 def check_seen_sources(given: dict[str, Any], title: str) -> None:

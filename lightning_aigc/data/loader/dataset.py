@@ -6,9 +6,10 @@ Shapes: B batch (user images first, class images after), H W pixels, C latent ch
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_aigc._lightning import rank_zero_warn
 from lightning_aigc.data.cache.encoded import (
     EmbeddingCache,
     InstructionCache,
@@ -57,6 +59,15 @@ class ItemOptions:
         return not self.center_crop or self.random_flip or self.shuffle_caption or self.caption_dropout_rate > 0
 
 
+@runtime_checkable
+class HasContents(Protocol):
+    """A dataset that says what it holds, so that a resumed run can name a change."""
+
+    def contents(self) -> tuple[int, list[Any]]:
+        """Return the number of the user's images, and hashes and texts that tell them apart."""
+        ...
+
+
 class BatchDataset(Dataset[Batch]):
     """Batches by plan. An item's random choices depend on (seed, epoch, draw) only, not on workers or order."""
 
@@ -89,6 +100,11 @@ class BatchDataset(Dataset[Batch]):
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    def contents(self) -> tuple[int, list[Any]]:
+        """Return the number of the user's images, and each one's hash, caption and sources."""
+        own = [sample for sample in self.samples if not sample.is_prior]
+        return len(own), [(s.content_sha256, s.caption, *(each.content_sha256 for each in s.sources)) for s in own]
 
     def __getitem__(self, plan: BatchPlan | int) -> Batch:
         if isinstance(plan, int):  # Trainer(overfit_batches=...) replaces the sampler by a SequentialSampler
@@ -219,11 +235,26 @@ class BatchLoader(DataLoader[Batch]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch and batches delivered, without those that workers have prefetched."""
-        return self.sampler.state_dict(self._delivered) if isinstance(self.sampler, ResumableSampler) else {}
+        """Epoch and batches delivered, without those that workers have prefetched; number and hash of the images."""
+        if not isinstance(self.sampler, ResumableSampler):
+            return {}
+        return self.sampler.state_dict(self._delivered) | self._contents()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Start the next iteration after the last batch that the state counts as delivered."""
         if state and isinstance(self.sampler, ResumableSampler):
             self.sampler.load_state_dict(state)
             self._delivered = None
+            now = self._contents()
+            if any(state.get(name, value) != value for name, value in now.items()):
+                rank_zero_warn(
+                    f"the training images or their captions are others than before the resume ({state['images']} images"
+                    f" then, {now['images']} now), and scores before and after it do not compare; restore them, or start"
+                    " anew in another trainer.default_root_dir"
+                )
+
+    def _contents(self) -> dict[str, int]:
+        if not isinstance(self.dataset, HasContents):
+            return {}
+        images, named = self.dataset.contents()
+        return {"images": images, "contents": zlib.crc32(repr(named).encode())}

@@ -30,7 +30,7 @@ from lightning_aigc.diffusion.pipeline.generate import Control
 from lightning_aigc.diffusion.training.full_fine_tuning import FullWeights, SaveDtype
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.diffusion.training.settings import TrainingSettings
-from lightning_aigc.errors import ModelError
+from lightning_aigc.errors import ModelError, Readers
 from lightning_aigc.protocols import HasHeldOutBatches
 
 SHOWN_CONDITIONS = 16
@@ -50,6 +50,9 @@ class ControlNet(FullWeights):
         "use the pretrained_model_name_or_path, controlnet_model_name_or_path, rank, num_layers and num_single_layers"
         " that it was trained with"
     )
+    readers: ClassVar[Readers] = {
+        "canny_thresholds": ("conditions", ("folder", "lineart", "tile", "inpaint"), "canny"),
+    }
     controlnet_model_name_or_path: str | None = None
     rank: int | None = None
     num_layers: int | None = None

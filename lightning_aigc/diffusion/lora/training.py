@@ -29,7 +29,7 @@ from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.diffusion.training.preservation import Preservation, Preserve
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 from lightning_aigc.embedded import resolve
-from lightning_aigc.errors import ConfigError, ModelError
+from lightning_aigc.errors import ConfigError, ModelError, Readers
 from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks
 
 LoRAType = Literal["lora", "lokr"]
@@ -43,6 +43,11 @@ class LoRA(Method):
         "use the rank, lora_targets, use_dora and train_text_encoder that it was trained with"
     )
     ignored_on_resume: ClassVar[frozenset[str]] = frozenset(("base_location",))
+    readers: ClassVar[Readers] = {
+        "lokr_factor": ("lora_type", ("lora",), "lokr"),
+        "text_encoder_lr": ("train_text_encoder", (False,), "true"),
+        **dict.fromkeys(("preserve_weight", "preserve_share"), ("preserve", (None,), "class")),
+    }
     rank: int = 16
     lora_alpha: float | None = None
     lora_dropout: float = 0.0

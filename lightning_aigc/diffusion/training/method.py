@@ -22,6 +22,7 @@ from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.image_sizes import check_sources
 from lightning_aigc.diffusion.training.preservation import Preservation
 from lightning_aigc.diffusion.training.settings import TrainingSettings
+from lightning_aigc.errors import Readers
 
 
 @dataclass
@@ -36,6 +37,8 @@ class Method(ABC):
     """Remedy for a checkpoint with other weights."""
     ignored_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Fields that do not change the bits of a training."""
+    readers: ClassVar[Readers] = {}
+    """Its settings that need another one."""
     text_encoder_lr: ClassVar[float | None] = None
     """Rate of trained text encoders; None is `learning_rate`."""
 

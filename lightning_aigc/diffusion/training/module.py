@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Self
 
 import torch
@@ -25,6 +25,7 @@ from lightning_aigc._lightning import (
     OptimizerCallable,
     TrainerFn,
     rank_zero_info,
+    rank_zero_warn,
 )
 from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion.families import Components, Family, full_name
@@ -63,7 +64,7 @@ from lightning_aigc.diffusion.training.default_callbacks import default_callback
 from lightning_aigc.diffusion.training.method import Method
 from lightning_aigc.diffusion.training.named_optimizers import named_optimizer
 from lightning_aigc.diffusion.training.native_attention import avoid_misread_gradients
-from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, TrainingSettings
+from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, READERS, TrainingSettings
 from lightning_aigc.diffusion.training.trained_weights import check_precision, check_trained_weights, computed_in_half
 from lightning_aigc.diffusion.training.validation import (
     VALIDATION_TIMESTEPS,
@@ -73,7 +74,7 @@ from lightning_aigc.diffusion.training.validation import (
     write_prompt_sheet,
 )
 from lightning_aigc.embedded import resolve
-from lightning_aigc.errors import ModelError
+from lightning_aigc.errors import ModelError, unread_settings
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.protocols import CachesCaptions, HasEditSources
 from lightning_aigc.quantization import PackedBase
@@ -450,8 +451,14 @@ class DiffusionTraining(LightningModule):
     def setup(self, stage: str) -> None:
         check_precision(self.trainer)
         if stage == "fit":
+            self._warn_of_unread_settings()
             self._validation.begin(self.trainer)
             optimization.limit_steps(self.trainer, self.settings.max_train_steps)
+
+    def _warn_of_unread_settings(self) -> None:
+        defaults = {each.name: each.default for part in (self.method, self.settings) for each in fields(part)}
+        for sentence in unread_settings(self.hparams, defaults, READERS | self.method.readers):
+            rank_zero_warn(sentence)
 
     def configure_callbacks(self) -> list[Callback]:
         return default_callbacks(self.trainer, self.settings, self.method.saver(self.settings))

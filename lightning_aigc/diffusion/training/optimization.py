@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, _enable_get_lr_call
 
-from lightning_aigc._lightning import Trainer, rank_zero_warn
+from lightning_aigc._lightning import Trainer, rank_zero_info, rank_zero_warn
 from lightning_aigc.diffusion.training.averaging import is_schedule_free
 from lightning_aigc.errors import ModelError
 from lightning_aigc.schedulers.deepspeed_rates import DeepSpeedSchedule
@@ -116,6 +116,11 @@ def limit_steps(trainer: Trainer, max_train_steps: int | None) -> None:
         loop.epoch_loop.max_steps = max_train_steps
         if loop.max_epochs == UNSET_EPOCHS:
             loop.max_epochs = -1
+    elif max_train_steps not in (None, loop.max_steps):
+        rank_zero_info(
+            f"the run ends at step {loop.max_steps}, trainer.max_steps, and not at model.init_args.max_train_steps="
+            f"{max_train_steps}"
+        )
 
 
 def steps_to_train(trainer: Trainer) -> float:

@@ -15,7 +15,7 @@ from lightning_aigc.diffusion.setting_checks import (
     check_positive,
     check_share,
 )
-from lightning_aigc.errors import ModelError
+from lightning_aigc.errors import ModelError, Readers
 from lightning_aigc.quantization import BaseQuantization
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -27,6 +27,14 @@ IGNORED_ON_RESUME = frozenset(
     )
 )  # fmt: skip
 """Settings that do not change the bits of a training."""
+READERS: Readers = {
+    "huber_c": ("loss_type", ("l2",), "huber"),
+    "logit_mean": ("timestep_sampling", ("uniform", "mode"), "logit_normal"),
+    "logit_std": ("timestep_sampling", ("uniform", "mode"), "logit_normal"),
+    "mode_scale": ("timestep_sampling", ("uniform", "logit_normal"), "mode"),
+    "ema_decay": ("use_ema", (False,), "true"),
+    "base_quantization_skip": ("base_quantization", (None,), "int8"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

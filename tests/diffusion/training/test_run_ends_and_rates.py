@@ -74,9 +74,44 @@ def test_whichever_limit_comes_first_ends_the_run(
     assert rates == pytest.approx([1e-3 * (wanted - step) / wanted for step in range(wanted)])  # to the real end
 
 
+def test_a_trainers_max_steps_and_another_max_train_steps_are_both_named(
+    sd: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        fit(make_module(sd, max_train_steps=9), tmp_path, max_steps=1)
+    assert "ends at step 1, trainer.max_steps, and not at model.init_args.max_train_steps=9" in caplog.text
+
+
 def test_a_warm_up_that_the_run_does_not_end_is_named_before_the_first_step() -> None:
     with pytest.warns(UserWarning, match=r"lr_warmup_steps=500, and the run has 20 steps; set lr_warmup_steps: 2,"):
         build_schedule(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1e-3), "constant", 500, 20)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ema_decay": 0.9}, "ema_decay: 0.9 changes nothing while use_ema is false; set model.init_args.use_ema: true"),
+        ({"lokr_factor": 4}, "lokr_factor: 4 changes nothing while lora_type is lora; set model.init_args.lora_type: lokr"),
+        ({"preserve_share": 0.5}, "preserve_share: 0.5 changes nothing while preserve is unset"),
+        ({"text_encoder_lr": 1e-4}, "text_encoder_lr: 0.0001 changes nothing while train_text_encoder is false"),
+        ({"base_quantization_skip": ["conv_in"]}, "base_quantization_skip: ['conv_in'] changes nothing while base_q"),
+        ({"huber_c": 0.2}, "huber_c: 0.2 changes nothing while loss_type is l2; set model.init_args.loss_type: huber"),
+    ],
+)
+def test_a_setting_that_changes_nothing_is_named(sd: str, tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(make_module(sd, **given), tmp_path, max_steps=1)
+    named = [str(each.message) for each in found if "changes nothing" in str(each.message)]
+    assert len(named) == 1 and f"model.init_args.{said}" in named[0] and named[0].endswith(f"remove {next(iter(given))}")
+
+
+def test_settings_that_are_read_are_not_named(sd: str, tmp_path: Path) -> None:
+    given = {"ema_decay": 0.9, "use_ema": True, "loss_type": "huber", "huber_c": 0.2}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(make_module(sd, **given), tmp_path, max_steps=1)
+    assert not [each for each in found if "changes nothing" in str(each.message)]
 
 
 def test_a_run_with_a_schedule_starts_without_a_warning_of_torch(sd: str, tmp_path: Path) -> None:
