@@ -212,9 +212,10 @@ class CLIPConvergenceGuard(Callback):
 
     def _warn_of_few_checks(self, steps: int) -> None:
         if 1 < steps <= self.every_n_steps:
-            rank_zero_warn(
-                f"CLIPConvergenceGuard checks only the start and the end of these {steps} steps, because"
-                f" every_n_steps={self.every_n_steps}; set its every_n_steps: {max(1, steps // 5)} to find the best step"
+            rank_zero_info(
+                f"CLIPConvergenceGuard checks only the start and the end of these {steps} steps, because it has"
+                f" every_n_steps={self.every_n_steps}; set its every_n_steps: {max(1, steps // 5)} to find the best"
+                " step"
             )
 
     def on_train_batch_end(

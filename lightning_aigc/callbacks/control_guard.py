@@ -132,7 +132,9 @@ class ControlGuard(Callback):
             )
         elif self.best_step is not None:
             best = next(gap for at, gap, _ in self.gaps if at == self.best_step)
-            rank_zero_info(f"ControlGuard: control since step {self.appeared_at}; best gap {best:.0%}, step {self.best_step}")
+            rank_zero_info(
+                f"ControlGuard: control since step {self.appeared_at}; best gap {best:.0%}, step {self.best_step}"
+            )
 
     def report_entries(self) -> dict[str, Any]:
         """For the summary: when control appeared, and the last gap."""

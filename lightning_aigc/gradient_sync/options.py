@@ -215,8 +215,8 @@ def unused_options(options: SyncOptions, written: Mapping[str, str] = {}) -> lis
             )
     if options.warmup_steps and options.mode in ("dense", "local"):
         sentences.append(
-            f"warmup_steps={options.warmup_steps} changes nothing in mode {options.mode}, which compresses no gradients:"
-            " leave it out, or write another mode"
+            f"warmup_steps={options.warmup_steps} changes nothing in mode {options.mode}, which compresses no"
+            " gradients: leave it out, or write another mode"
         )
     if options.mode == "local":
         sentences += _unused_by_average(options)

@@ -105,8 +105,8 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         self.mode: Mode = mode
         if rendezvous is None and min_ranks != 1:
             raise ConfigError(
-                f"min_ranks={min_ranks} counts the runs at a rendezvous, which is not set; set rendezvous: HOST:PORT, or"
-                " remove min_ranks"
+                f"min_ranks={min_ranks} counts the runs at a rendezvous, which is not set; set rendezvous: HOST:PORT,"
+                " or remove min_ranks"
             )
         self._meets = None if rendezvous is None else MeetingPlace.of(rendezvous, min_ranks, self.options)
         super().__init__(

@@ -254,9 +254,13 @@ def test_a_score_that_is_not_finite_never_becomes_the_best(tmp_path: Path, monke
     assert (watching.best_step, watching.best_metric) == (2, pytest.approx(0.5))
 
 
-def test_a_guard_that_can_check_only_the_ends_of_a_run_says_so(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="checks only the start and the end of these 10 steps.*every_n_steps: 2 to"):
+def test_a_guard_that_can_check_only_the_ends_of_a_run_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
         fit(Painter(), tmp_path, guard(every_n_steps=10, stop=False), steps=10)
+    assert "checks only the start and the end of these 10 steps" in caplog.text
+    assert "set its every_n_steps: 2 to find the best step" in caplog.text
 
 
 def test_broken_pictures_are_named_and_score_as_black(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, latenc
     [
         (bytes_a_second, "25Gb", 25e9 / 8), (bytes_a_second, "200GB", 200e9), (bytes_a_second, "1GbE", 1e9 / 8),
         (bytes_a_second, "100 Gbit/s", 12.5e9), (bytes_a_second, "1.5 TB/s", 1.5e12), (bytes_a_second, "800Mb", 1e8),
-        (seconds, "1.2", 1.2), (seconds, "350ms", 0.35), (seconds, "30us", 3e-5), (seconds, "2 s", 2), (latency, "5us", 5e-6),
+        (seconds, "1.2", 1.2), (seconds, "350ms", 0.35), (seconds, "30us", 3e-5), (seconds, "2 s", 2),
+        (latency, "5us", 5e-6),
         (count, "859.5M", 859.5e6), (count, "2.6B", 2.6e9), (count, "12_800_000", 12.8e6), (count, "1e6", 1e6),
     ],
 )  # fmt: skip

@@ -285,7 +285,7 @@ def test_a_resumed_run_names_images_that_changed(tools, make, folder, recwarn):
             image.with_suffix(".txt").unlink()
         changed = make()
         changed.prepare()
-        said = r"others than before the resume \(6 images then, %d now\)" % (5 if change == "an image less" else 6)
+        said = rf"others than before the resume \(6 images then, {5 if change == 'an image less' else 6} now\)"
         with pytest.warns(UserWarning, match=said):
             changed.loader().load_state_dict(state)
 

@@ -20,7 +20,18 @@ HOOKS = {"_registration", "_third_party_imports", "_attention_masks", "_real_rot
 # A room may import from the floors below its own; docs/architecture.md draws them.
 FLOORS_UPWARDS = [
     {"errors", "atomic_file", "cache_folder", "protocols"} | HOOKS,
-    {"devices", "rng", "accumulation", "cluster", "knapsack", "sharding", "secrets", "embedded", "_second_lightning"},
+    {
+        "devices",
+        "rng",
+        "accumulation",
+        "cluster",
+        "knapsack",
+        "sharding",
+        "secrets",
+        "setting_checks",
+        "embedded",
+        "_second_lightning",
+    },  # fmt: skip
     {"host_state", "evaluation_mode", "schedulers", "report"},
     {"gradient_sync"},
     {"accelerators", "precision", "checkpoint", "metrics", "quantization"},

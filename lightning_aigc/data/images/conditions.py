@@ -98,8 +98,10 @@ def find_masks(folders: Sequence[CheckedFolder], settings: IndexSettings, report
     folder = settings.mask_folder
     if settings.use_alpha_mask and folder is None and accepted:
         some = any(has_alpha(picture.path) for picture, _ in accepted)
-        found = "the alpha channel of each image that has one" if some else "no image has an alpha channel: all is learned"
-        report.notes.append(f"masks: {found}")
+        said = (
+            "the alpha channel of each image that has one" if some else "no image has an alpha channel: all is learned"
+        )
+        report.notes.append(f"masks: {said}")
     if folder is None or not accepted:
         return [None] * len(accepted)
     if not folder.is_dir():

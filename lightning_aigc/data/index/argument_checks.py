@@ -7,7 +7,8 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from lightning_aigc.errors import DataError, Readers, unread_settings
+from lightning_aigc.errors import DataError
+from lightning_aigc.setting_checks import Readers, unread_settings
 
 MissingCaptions = Literal["error", "filename", "empty", "trigger"]
 SourceFit = Literal["crop", "own"]
@@ -108,7 +109,7 @@ def check_choices(given: dict[str, Any]) -> None:
 
 
 def unread_arguments(given: dict[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each argument that is given and changes nothing beside the others."""
+    """Return a sentence for each argument that is given and no other argument reads."""
     return unread_settings(given, defaults, READERS, "data.init_args")
 
 

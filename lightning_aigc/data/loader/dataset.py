@@ -249,8 +249,8 @@ class BatchLoader(DataLoader[Batch]):
             if any(state.get(name, value) != value for name, value in now.items()):
                 rank_zero_warn(
                     f"the training images or their captions are others than before the resume ({state['images']} images"
-                    f" then, {now['images']} now), and scores before and after it do not compare; restore them, or start"
-                    " anew in another trainer.default_root_dir"
+                    f" then, {now['images']} now), so that scores before and after it do not compare; restore them, or"
+                    " start anew in another trainer.default_root_dir"
                 )
 
     def _contents(self) -> dict[str, int]:

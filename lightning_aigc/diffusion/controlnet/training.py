@@ -30,8 +30,9 @@ from lightning_aigc.diffusion.pipeline.generate import Control
 from lightning_aigc.diffusion.training.full_fine_tuning import FullWeights, SaveDtype
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.diffusion.training.settings import TrainingSettings
-from lightning_aigc.errors import ModelError, Readers
+from lightning_aigc.errors import ModelError
 from lightning_aigc.protocols import HasHeldOutBatches
+from lightning_aigc.setting_checks import Readers
 
 SHOWN_CONDITIONS = 16
 """Held-out images whose conditions the samples follow."""

@@ -23,14 +23,14 @@ from lightning_aigc.diffusion.lora.metadata import hash_base_model
 from lightning_aigc.diffusion.lora.training_adapter import TrainingAdapter
 from lightning_aigc.diffusion.pipeline.saved_schedule import scheduler_json
 from lightning_aigc.diffusion.pipeline.streamed_base import BaseLocation, check_base_location, check_run, stream_base
-from lightning_aigc.diffusion.setting_checks import check_at_least_one, check_positive, check_share
 from lightning_aigc.diffusion.training.method import Method, recompute_text_encoders
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.diffusion.training.preservation import Preservation, Preserve
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 from lightning_aigc.embedded import resolve
-from lightning_aigc.errors import ConfigError, ModelError, Readers
+from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks
+from lightning_aigc.setting_checks import Readers, check_at_least_one, check_positive, check_share
 
 LoRAType = Literal["lora", "lokr"]
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from lightning_aigc.diffusion.objectives.noise import SeededNoise
-from lightning_aigc.diffusion.setting_checks import check_not_negative, check_positive
 from lightning_aigc.errors import ModelError
+from lightning_aigc.setting_checks import check_not_negative, check_positive
 
 LossType = Literal["l2", "huber", "smooth_l1"]
 PredictionType = Literal["epsilon", "v_prediction", "sample"]

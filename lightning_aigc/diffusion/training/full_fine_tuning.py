@@ -18,12 +18,12 @@ from lightning_aigc.callbacks import SaveModel
 from lightning_aigc.devices import dtype_named
 from lightning_aigc.diffusion.families import Components, Family
 from lightning_aigc.diffusion.pipeline.saving import save_folder, save_single_file, save_transformer
-from lightning_aigc.diffusion.setting_checks import check_positive
 from lightning_aigc.diffusion.training.method import Method, recompute_text_encoders
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.diffusion.training.optimizer_in_backward import OptimizerInBackward, check_trainer
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 from lightning_aigc.errors import ModelError
+from lightning_aigc.setting_checks import check_positive
 
 SaveDtype = Literal["float32", "float16", "bfloat16"]
 

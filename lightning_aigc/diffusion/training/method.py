@@ -22,7 +22,7 @@ from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.image_sizes import check_sources
 from lightning_aigc.diffusion.training.preservation import Preservation
 from lightning_aigc.diffusion.training.settings import TrainingSettings
-from lightning_aigc.errors import Readers
+from lightning_aigc.setting_checks import Readers
 
 
 @dataclass

@@ -74,12 +74,13 @@ from lightning_aigc.diffusion.training.validation import (
     write_prompt_sheet,
 )
 from lightning_aigc.embedded import resolve
-from lightning_aigc.errors import ModelError, unread_settings
+from lightning_aigc.errors import ModelError
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.protocols import CachesCaptions, HasEditSources
 from lightning_aigc.quantization import PackedBase
 from lightning_aigc.quantization.frozen import ignore_in_ddp
 from lightning_aigc.rng import isolate_rng
+from lightning_aigc.setting_checks import unread_settings
 
 ADAPTER_KEY = "training_adapter"
 """Checkpoint entry with the hash of the training adapter's file."""
@@ -457,7 +458,7 @@ class DiffusionTraining(LightningModule):
 
     def _warn_of_unread_settings(self) -> None:
         defaults = {each.name: each.default for part in (self.method, self.settings) for each in fields(part)}
-        for sentence in unread_settings(self.hparams, defaults, READERS | self.method.readers):
+        for sentence in unread_settings(self.hparams, defaults, {**READERS, **self.method.readers}):
             rank_zero_warn(sentence)
 
     def configure_callbacks(self) -> list[Callback]:

@@ -9,14 +9,15 @@ from typing import Literal
 from lightning_aigc.callbacks.saving.save_result import check_output_name
 from lightning_aigc.diffusion.objectives import ObjectiveSettings
 from lightning_aigc.diffusion.pipeline.quantized_base import check_base_quantization
-from lightning_aigc.diffusion.setting_checks import (
+from lightning_aigc.errors import ModelError
+from lightning_aigc.quantization import BaseQuantization
+from lightning_aigc.setting_checks import (
+    Readers,
     check_at_least_one,
     check_not_negative,
     check_positive,
     check_share,
 )
-from lightning_aigc.errors import ModelError, Readers
-from lightning_aigc.quantization import BaseQuantization
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 IGNORED_ON_RESUME = frozenset(
@@ -33,7 +34,6 @@ READERS: Readers = {
     "logit_std": ("timestep_sampling", ("uniform", "mode"), "logit_normal"),
     "mode_scale": ("timestep_sampling", ("uniform", "logit_normal"), "mode"),
     "ema_decay": ("use_ema", (False,), "true"),
-    "base_quantization_skip": ("base_quantization", (None,), "int8"),
 }
 
 

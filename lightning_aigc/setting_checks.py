@@ -1,11 +1,15 @@
-"""Range checks of settings, with errors that give the YAML key."""
+"""Checks of settings: errors about ranges that give the YAML key, and sentences on settings that change nothing."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_aigc.errors import ModelError
+
+Readers = Mapping[str, tuple[str, tuple[Any, ...], str]]
+"""For a setting: the one that makes it read, the values with which it does not, and a value with which it does."""
 
 
 def check_at_least_one(settings: Any, *names: str) -> None:
@@ -35,3 +39,30 @@ def check_share(settings: Any, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(settings, name) < 1:
             raise ModelError(f"model.init_args.{name} must be in 0..1 and below 1, got {getattr(settings, name)}")
+
+
+def unread_settings(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], readers: Readers, where: str = "model.init_args"
+) -> list[str]:
+    """Return a sentence for each setting that differs from its default and that no other setting reads.
+
+    Args:
+        given, defaults: Values by name.
+        where: The key in front of the names.
+    """
+    return [
+        f"{where}.{name}: {_yaml(given[name])} changes nothing while {reader} is {_yaml(given[reader])}; set"
+        f" {where}.{reader}: {on}, or remove {name}"
+        for name, (reader, off, on) in readers.items()
+        if _plain(given[name]) != _plain(defaults[name]) and given[reader] in off
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _yaml(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else str(value)
