@@ -38,7 +38,9 @@ def test_two_runs_become_a_table_a_page_and_a_picture(
     for row, name, summary in zip(lines[2:4], ("small", "large"), summaries, strict=True):
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert cells[0] == name and cells[2] == "2" and cells[5].endswith("GiB")
-        assert f"{summary['clip_t_before']:.2f} → {summary['clip_t_after']:.2f} ± " in cells[6]
+        before, after = cells[6].partition(" ± ")[0].split(" → ")
+        wanted = [summary["clip_t_before"], summary["clip_t_after"]]  # with four decimals, the table with two
+        assert [float(before), float(after)] == pytest.approx(wanted, abs=0.00501)
         assert f"- {name}: {summary['verdict']}" in lines
     assert "| `model.init_args.rank` | 2 | 4 |" in lines
     assert not [line for line in lines if "default_root_dir" in line]
