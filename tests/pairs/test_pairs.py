@@ -79,12 +79,14 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return get
 
 
-def _encode(family: str, precision: str, memory: str, base: str, get: Callable[..., Path], folder: Path) -> Path:
+def _encode(
+    family: str, weights: str, precision: str, memory: str, base: str, get: Callable[..., Path], folder: Path
+) -> Path:
     row = PLAIN | {"family": family, "precision": precision, "memory": memory, "base": base}
     data = folder_data(row, get("images", "zorp"), get("images", "plain"), folder)
     base_folder = get("base", family)
     model = {
-        "pretrained_model_name_or_path": str(base_folder),
+        "pretrained_model_name_or_path": str(get("single", family) if weights == "single" else base_folder),
         "base_quantization": quantization_of(row, base_folder),
     }
     if family not in U_NETS:
@@ -112,7 +114,8 @@ def _fit(row: Row, materials: Callable[..., Path], folder: Path) -> tuple[Ended,
     shards = adapter = lora = folder
     if row["source"] == "shards":
         memory = "stock" if row["memory"] == "stock" else "off"  # on a CPU Lightning turns 16-mixed into bf16-mixed
-        shards = materials("shards", family, row["precision"], memory, row["base"])
+        weights = "pipeline" if row["weights"] == "file" else row["weights"]  # a denoiser's file encodes nothing
+        shards = materials("shards", family, weights, row["precision"], memory, row["base"])
     if row["adapter"]:
         adapter = materials("adapter", family)
     if row["continued"]:
