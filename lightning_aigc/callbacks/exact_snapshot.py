@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer
 from lightning_aigc.callbacks.order import FIRST, order_callbacks
+from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.run_report.run_facts import snapshots_in
 from lightning_aigc.checkpoint.session import Mode, SnapshotOptions, SnapshotSession
 from lightning_aigc.errors import ConfigError
@@ -105,6 +106,8 @@ class ExactSnapshot(Callback):
             self.session.touch()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(trainer.progress_bar_callback, RunProgress):
+            trainer.progress_bar_callback.finish()  # what is said next begins a line
         if self.session is not None:
             self.session.on_exception(exception)
 

@@ -202,13 +202,12 @@ def move_aside(paths: Sequence[Path], directory: Path) -> Path:
     return aside
 
 
-def report_last(directory: Path) -> None:
-    """Log the last snapshot and the command that resumes from it."""
+def last_sentence(directory: Path) -> str:
+    """Return the last snapshot and the command that resumes from it, in words."""
     last = next(iter(find_snapshots(directory)), None)
     if last is None:
-        rank_zero_info("there is no snapshot to resume from")
-    else:
-        rank_zero_info(f"the last snapshot is of step {last.step}; resume from it with: {resume_command()}")
+        return "there is no snapshot to resume from"
+    return f"the last snapshot is of step {last.step}; resume from it with: {resume_command()}"
 
 
 def resume_caveats(snapshot: Snapshot, world_size: int, device: str) -> list[str]:

@@ -24,7 +24,7 @@ from lightning_aigc.checkpoint.resume import (
     ResumeSession,
     choose_snapshot,
     go_back,
-    report_last,
+    last_sentence,
     resume_command,
     set_aside,
 )
@@ -257,10 +257,12 @@ class SnapshotSession:
             self.close()
         if loop_state is None:  # nothing was trained, and nothing is lost
             return
-        if self._are_finite:
-            report_last(writer.directory)
-        else:
-            rank_zero_info(f"trained weights are not finite; lower the learning rate and {go_back(writer.directory)}")
+        sentence = last_sentence(writer.directory)
+        if not self._are_finite:
+            sentence = f"trained weights are not finite; lower the learning rate and {go_back(writer.directory)}"
+        rank_zero_info(sentence)
+        if trainer.is_global_zero:
+            exception.add_note(sentence)  # a traceback ends with it
 
     def _can_save(self, loop_state: LoopState) -> bool:
         """Whether no rank's state has changed since the last complete micro-batch."""

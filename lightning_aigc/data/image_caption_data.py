@@ -271,7 +271,7 @@ class ImageCaptionData(LightningDataModule):
         caches = self.caches
         dataset = BatchDataset(
             index.samples, self.options, self._sampler, index.has_masks, caches.latents, caches.embeddings,
-            preserved=caches.preserved, sources=caches.sources,
+            preserved=caches.preserved, sources=caches.sources, contents=index.contents(),
         )  # fmt: skip
         settings = self._loader_settings(self.caches, len(self._sampler), world_size)
         return BatchLoader(dataset, batch_size=None, sampler=self._sampler, **settings)

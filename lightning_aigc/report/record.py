@@ -220,6 +220,8 @@ class RunRecord:
     config: str = ""
     """The run's YAML."""
     notes: list[str] = field(default_factory=list)
+    stopped_by: str = ""
+    """The error, or `a signal`, that ended the run before its end."""
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ from lightning_aigc.report.record import Curve, GuardResult, Paired, RunRecord
 
 Kind = Literal[
     "learned", "no gain", "worse", "forgotten", "memorised", "diverged", "ruined", "no usable file", "cannot tell",
-    "not scored", "running",
+    "not scored", "running", "stopped",
 ]  # fmt: skip
 Tone = Literal["good", "mixed", "bad", "unknown"]
 
@@ -94,6 +94,11 @@ def judge(record: RunRecord) -> Verdict:
     other = change(record.scores.get("prior_clip_t"))
     if _has_diverged(record):
         return Verdict("diverged", "bad", f"Diverged: {_divergence(record)}. Lower the learning rate{_kept(record)}.")
+    if record.stopped_by:
+        again = "; --resume continues from the last snapshot" if record.snapshots and record.snapshots.taken else ""
+        return Verdict(
+            "stopped", "unknown", f"Stopped at step {record.steps} by {record.stopped_by}{_kept(record)}{again}."
+        )
     if not record.is_finished:
         return Verdict("running", "unknown", f"Not finished: this is step {record.steps}{_kept(record)}.")
     ruined = _ruined(record)

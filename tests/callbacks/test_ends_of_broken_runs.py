@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_aigc.callbacks import (
     RunReport,
     SaveLoRA,
 )
+from lightning_aigc.checkpoint.files.writer import SnapshotWriter
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import DiffusionLoRA
 
@@ -40,6 +42,30 @@ class Last(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         self.error = exception
+
+
+@pytest.mark.filterwarnings("ignore:Found .* module")
+def test_a_result_that_does_not_fit_next_to_a_snapshot_is_written_once_the_snapshot_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, join, order = SaveLoRA._write, SnapshotWriter.join, []
+
+    def fails_first(self: SaveLoRA, *arguments: Any) -> None:
+        if not order:
+            order.append("full")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        order.append("written")
+        write(self, *arguments)
+
+    def joined(self: SnapshotWriter) -> None:
+        if order == ["full"]:
+            order.append("snapshot over")
+        join(self)
+
+    monkeypatch.setattr(SaveLoRA, "_write", fails_first)
+    monkeypatch.setattr(SnapshotWriter, "join", joined)
+    train(tmp_path / "run", SaveLoRA(0), ExactSnapshot(2))
+    assert order == ["full", "snapshot over", "written"] and (tmp_path / "run" / "lora.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ class Reader(Callback):
 def test_the_page_is_there_from_the_start_and_renews_itself_until_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RunReport._write_so_far, "__defaults__", (0.0,))  # each check is late enough
+    monkeypatch.setattr(RunReport._write_so_far, "__defaults__", (0.0, ""))  # each check is late enough
     reader = Reader()
     fit(tmp_path, reader, RunReport(num_images=2), SampleGrid(every_n_steps=2, num_images=1), steps=4)
     said = [re.findall(r"this is step (\d)", page) for page in reader.pages]
@@ -187,7 +187,8 @@ def test_a_run_that_fails_leaves_a_page_that_does_not_renew_itself(tmp_path: Pat
     with pytest.raises(RuntimeError, match="the machine is gone"):
         fit(tmp_path, reader, RunReport(num_images=2), steps=4)
     page = (tmp_path / "report.html").read_text()
-    assert "location.reload" in reader.pages[-1] and "location.reload" not in page and "this is step 2" in page
+    assert "location.reload" in reader.pages[-1] and "location.reload" not in page
+    assert "Stopped at step 2 by RuntimeError: the machine is gone" in page and "--resume" not in page  # no snapshot
 
 
 def test_a_report_is_kept_in_stock_checkpoints_without_code(tmp_path: Path) -> None:
@@ -342,7 +343,9 @@ def test_a_run_that_was_killed_has_a_record_of_what_it_measured(tmp_path: Path) 
         fit(tmp_path, report, SampleGrid(every_n_steps=3, num_images=1), StopAt(5), steps=9)
     record = read_run(tmp_path)
     assert not record.is_finished and record.steps == 5 and [grid.step for grid in record.grids] == [0, 3]
-    assert judge(record).kind == "running"
+    verdict = judge(record)
+    assert verdict.kind == "stopped" and verdict.sentence.startswith("Stopped at step 5 by RuntimeError: killed")
+    assert "Stopped at step 5 by RuntimeError: killed" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_what_other_callbacks_found_is_in_the_record(tmp_path: Path) -> None:

@@ -268,26 +268,46 @@ def test_arguments_out_of_range_are_refused_by_name(make, arguments, message):
         make(**arguments).setup("fit")
 
 
-def test_a_resumed_run_names_images_that_changed(tools, make, folder, recwarn):
+def test_a_resumed_run_names_data_that_changed(tools, make, folder, tmp_path, recwarn):
     fill(tools, folder, 6)
-    data = make()
-    data.prepare()
-    state = data.loader().state_dict()
-    data.loader().load_state_dict({name: value for name, value in state.items() if name in ("epoch", "position")})
-    data.loader().load_state_dict(state)
-    assert [str(each.message) for each in recwarn] == []  # the same images, and a state without their hash
-    for change in ("another caption", "an image less"):
-        if change == "another caption":
-            next(folder.glob("*.txt")).write_text("a thing of another colour", encoding="utf-8")
-        else:
-            image = next(folder.glob("*.png"))
-            image.unlink()
-            image.with_suffix(".txt").unlink()
-        changed = make()
-        changed.prepare()
-        said = rf"others than before the resume \(6 images then, {5 if change == 'an image less' else 6} now\)"
+    masks, others, held = (tmp_path / name for name in ("masks", "class", "held"))
+    for number in range(6):
+        size = [(64, 64), (100, 60), (60, 90)][number % 3]
+        tools.save(masks / f"{number}.png", tools.picture(*size, seed=40 + number), None)
+    for number in range(3):
+        tools.save(others / f"{number}.png", tools.picture(seed=70 + number), "a plain thing")
+        tools.save(held / f"{number}.png", tools.picture(seed=80 + number), "a held thing")
+
+    def loader():
+        data = make(
+            mask_dir=str(masks), class_data_dir=str(others), validation_data_dir=str(held),
+        )  # fmt: skip
+        data.prepare()
+        return data.loader()
+
+    state = loader().state_dict()
+    loader().load_state_dict(state)
+    loader().load_state_dict({name: value for name, value in state.items() if name != "contents"})
+    assert [str(each.message) for each in recwarn] == []  # the same data, and a state without theirs
+
+    def change(*, caption=None, without=None, again=None):
+        if caption:
+            caption.write_text("a thing of another colour", encoding="utf-8")
+        if without:
+            without.unlink()
+            without.with_suffix(".txt").unlink()
+        if again:
+            tools.save(again, tools.picture(64, 64, seed=99), None)
+
+    for what, said in (
+        ({"caption": folder / "0.txt"}, r"resume: images \(6 then, 6 now\); a change of a caption counts"),
+        ({"without": others / "0.png"}, r"images \(6 then, 6 now\), class images \(3 then, 2 now\); "),
+        ({"without": held / "0.png"}, r"class images .*, held-out images \(3 then, 2 now\); "),
+        ({"again": masks / "0.png"}, r"held-out images .*, masks \(6 then, 6 now\); "),
+    ):
+        change(**what)
         with pytest.warns(UserWarning, match=said):
-            changed.loader().load_state_dict(state)
+            loader().load_state_dict(state)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -20,18 +20,8 @@ HOOKS = {"_registration", "_third_party_imports", "_attention_masks", "_real_rot
 # A room may import from the floors below its own; docs/architecture.md draws them.
 FLOORS_UPWARDS = [
     {"errors", "atomic_file", "cache_folder", "protocols"} | HOOKS,
-    {
-        "devices",
-        "rng",
-        "accumulation",
-        "cluster",
-        "knapsack",
-        "sharding",
-        "secrets",
-        "setting_checks",
-        "embedded",
-        "_second_lightning",
-    },  # fmt: skip
+    {"devices", "rng", "accumulation", "cluster", "knapsack", "sharding", "secrets", "setting_checks"}
+    | {"embedded", "_second_lightning"},
     {"host_state", "evaluation_mode", "schedulers", "report"},
     {"gradient_sync"},
     {"accelerators", "precision", "checkpoint", "metrics", "quantization"},

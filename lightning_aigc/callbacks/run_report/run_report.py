@@ -36,16 +36,20 @@ from lightning_aigc.callbacks.sampling.judges import Judge, Pair, make_judge
 from lightning_aigc.callbacks.sampling.pairs import find_prompts
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.errors import SnapshotError, UserError
+from lightning_aigc.gradient_sync.transport.process_groups import reason_of
 from lightning_aigc.protocols import SupportsSampling
 from lightning_aigc.report.paired_scores import Check
 from lightning_aigc.report.record import RECORD_FILE, SUMMARY_FILE, RunRecord
 from lightning_aigc.report.run_page import render_run_page
 from lightning_aigc.report.summary import summary_of, summary_table
 from lightning_aigc.report.units import UNKNOWN
+from lightning_aigc.secrets import redact_text
 
 REPORT_FILE = "report.html"
 RENEWED_EVERY_S = 20.0
 """Seconds after which an open page of an unfinished run is loaded again."""
+MOST_OF_REASON = 200
+"""Characters of an error that the page shows."""
 REFERENCE_IMAGES = 64
 """Training images that CLIP-I compares with."""
 
@@ -201,10 +205,12 @@ class RunReport(Callback):
         self._write_so_far(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave a page that does not renew itself, because nobody writes it any more."""
+        """Leave a page that says what ended the run, and does not renew itself, because nobody writes it any more."""
         if not self._is_off and trainer.is_global_zero:
+            is_told = isinstance(exception, (KeyboardInterrupt, SystemExit))
+            error = f"{type(exception).__name__}: {redact_text(reason_of(exception))[:MOST_OF_REASON]}"
             with errors_as_warnings():
-                self._write_so_far(trainer, pl_module, renewed_every_s=None)
+                self._write_so_far(trainer, pl_module, None, "a signal" if is_told else error)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_off:
@@ -242,12 +248,17 @@ class RunReport(Callback):
         return [] if self._is_off else [root / name for name in (REPORT_FILE, SUMMARY_FILE, RECORD_FILE)]
 
     def _write_so_far(
-        self, trainer: Trainer, pl_module: LightningModule, renewed_every_s: float | None = RENEWED_EVERY_S
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        renewed_every_s: float | None = RENEWED_EVERY_S,
+        stopped_by: str = "",
     ) -> None:
         """Write report.json, and the page where it is older than an open one would notice, once training has begun."""
         if self._started_at is None:
             return
         record, root = self._record(trainer, pl_module), Path(trainer.default_root_dir)
+        record.stopped_by = stopped_by
         with contextlib.suppress(OSError):  # a full disk is reported by what must be written
             record.write(root)
             if renewed_every_s is None or time.perf_counter() - self._page_written_at >= renewed_every_s:

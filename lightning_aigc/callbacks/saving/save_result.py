@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_z
 from lightning_aigc.atomic_file import errors_as_warnings
 from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.checkpoint.resume import move_aside
+from lightning_aigc.checkpoint.session import session_of
 from lightning_aigc.errors import ModelError
 from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA, SavesModel
 from lightning_aigc.sharding.local_parts import original_class
@@ -74,7 +76,14 @@ class SaveResult(Callback):
     def _save(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         with written_weights(pl_module) as writes:
             if writes:
-                self._write(trainer, pl_module, suffix)
+                try:
+                    self._write(trainer, pl_module, suffix)
+                except OSError as error:
+                    session = session_of(trainer)
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or session is None:
+                        raise
+                    session.taker.writer.join()  # a snapshot that does not fit either frees its space
+                    self._write(trainer, pl_module, suffix)
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         """Write the files of this suffix; called on rank 0, with whole weights."""

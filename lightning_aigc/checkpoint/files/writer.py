@@ -159,9 +159,12 @@ class SnapshotWriter:
         try:
             amend_facts(folder, _checked(facts))
         except FileNotFoundError as error:
+            last = next(iter(find_snapshots(self.directory)), None)
+            again = (
+                "no snapshot is left to resume from" if last is None else f"--resume continues from step {last.step}"
+            )
             raise SnapshotError(
-                f"the snapshot of step {step} was not written, so nothing says that this run has finished; with more"
-                " space on the disk, --resume trains its last steps again"
+                f"the snapshot of step {step} was not written, so nothing says that this run has finished: {again}"
             ) from error
         except OSError as error:
             raise SnapshotError(f"the manifest in {folder} cannot be amended: {_reason(error)}") from error

@@ -245,8 +245,12 @@ class AIGCCLI(LightningCLI):
     def _may_replace(self) -> bool:
         """Whether this command may write into the folder of an earlier run: it continues one, replaces it or is dry."""
         given = self._get(self.config, "ckpt_path")
-        continues = is_requeued() or (finds_last(self.trainer) if given == "last" else given is not None)
-        return continues or any(self._get(self.config, key) for key in ("overwrite", "dry_run"))
+        if given == LATEST:
+            has_results = Path(self.trainer.default_root_dir, SUMMARY_FILE).is_file()
+            continues = bool(find_snapshots(snapshot_folder(self.trainer))) or not has_results
+        else:
+            continues = finds_last(self.trainer) if given == "last" else given is not None
+        return continues or is_requeued() or any(self._get(self.config, key) for key in ("overwrite", "dry_run"))
 
     def _is_finished(self) -> bool:
         given = self._get(self.config, "ckpt_path")
@@ -395,8 +399,9 @@ def refuse_earlier_run(trainer: Trainer) -> None:
     else:
         assert newest is not None
         what = f"an unfinished run, at step {newest.step}"
+    remedy = ", and no snapshot to resume from; add" if newest is None else "; add --resume to continue that run,"
     raise ConfigError(
-        f"{root} has {what}; add --resume to continue that run, --overwrite to replace it, or"
+        f"{root} has {what}{remedy} --overwrite to replace it, or"
         f" --trainer.default_root_dir {shlex.quote(str(next_folder(root)))} to keep both"
     )
 

@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -47,11 +48,9 @@ class StreamDataset(Dataset[Batch]):
         self.caption_dropout_rate, self.random_flip = caption_dropout_rate, random_flip
         self.on_bad_shard, self.seed = on_bad_shard, seed
         self._bad: set[str] = set()
-
-    def contents(self) -> tuple[int, list[str]]:
-        """Return the number of entries, and the shards' names, which hold hashes."""
-        shards = [shard for of_bucket in self.buckets for shard in of_bucket]
-        return sum(shard.count for shard in shards), [shard.file for shard in shards]
+        shards = [shard for of_bucket in buckets for shard in of_bucket]
+        names = "".join(shard.file for shard in shards)  # with hashes
+        self.contents = {"entries": [sum(shard.count for shard in shards), crc32(names.encode())]}
 
     def __getitem__(self, plan: StreamPlan) -> Batch:
         of_bucket = self.buckets[plan.bucket]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from zlib import crc32
 
 from lightning_aigc.data.captions.captions import add_trigger_word
 from lightning_aigc.data.images.conditions import find_masks, pair_conditions
@@ -49,12 +50,40 @@ class TrainingIndex:
         """Whether each image has a condition file."""
         return self.samples[0].condition is not None
 
+    def contents(self) -> dict[str, list[int]]:
+        """Return the number and a checksum of each kind of file that is there, to tell other data at a resume."""
+        own = [sample for sample in self.samples if not sample.is_prior]
+        kinds: dict[str, list[Sample]] = {
+            "images": own,
+            "class images": [sample for sample in self.samples if sample.is_prior],
+            "held-out images": self.validation,
+        }
+        files = {"masks": [s.mask for s in own], "conditions": [s.condition for s in (*own, *self.validation)]}
+        found = {
+            name: [
+                len({sample.path for sample in some}),
+                crc32(repr([_told_apart(sample) for sample in some]).encode()),
+            ]
+            for name, some in kinds.items()
+        }
+        for name, paths in files.items():
+            there = [path for path in paths if path is not None]
+            checksum = 0
+            for path in there:
+                checksum = crc32(path.read_bytes(), checksum)
+            found[name] = [len(there), checksum]
+        return {name: counted for name, counted in found.items() if counted[0]}
+
     def spread_samples(self, count: int) -> list[Sample]:
         """Up to `count` of the user's samples, evenly spread over the largest bucket, so all have the same size."""
         largest: list[int] = max(self.buckets, key=len)
         rows = list(dict.fromkeys(largest))
         count = min(count, len(rows))
         return [self.samples[rows[i * len(rows) // count]] for i in range(count)]
+
+
+def _told_apart(sample: Sample) -> tuple[str, ...]:
+    return (sample.content_sha256, sample.caption, *(source.content_sha256 for source in sample.sources))
 
 
 def build_index(settings: IndexSettings) -> TrainingIndex:

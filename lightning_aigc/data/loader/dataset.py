@@ -6,10 +6,9 @@ Shapes: B batch (user images first, class images after), H W pixels, C latent ch
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,15 +58,6 @@ class ItemOptions:
         return not self.center_crop or self.random_flip or self.shuffle_caption or self.caption_dropout_rate > 0
 
 
-@runtime_checkable
-class HasContents(Protocol):
-    """A dataset that says what it holds, so that a resumed run can name a change."""
-
-    def contents(self) -> tuple[int, list[Any]]:
-        """Return the number of the user's images, and hashes and texts that tell them apart."""
-        ...
-
-
 class BatchDataset(Dataset[Batch]):
     """Batches by plan. An item's random choices depend on (seed, epoch, draw) only, not on workers or order."""
 
@@ -81,6 +71,7 @@ class BatchDataset(Dataset[Batch]):
         embeddings: EmbeddingCache | InstructionCache | None = None,
         preserved: Callable[[str], str] | None = None,
         sources: SourceCache | None = None,
+        contents: Mapping[str, list[int]] | None = None,
     ) -> None:
         self.samples = samples
         self.options = options
@@ -90,6 +81,7 @@ class BatchDataset(Dataset[Batch]):
         self.embeddings = embeddings
         self.preserved = preserved
         self.sources = sources
+        self.contents = contents or {}
         self._masks: dict[int, NDArray[np.uint8] | None] = {}
         self._conditions: dict[int, NDArray[np.uint8]] = {}
         placements = [sample.placement for sample in samples]
@@ -100,11 +92,6 @@ class BatchDataset(Dataset[Batch]):
 
     def __len__(self) -> int:
         return len(self.sampler)
-
-    def contents(self) -> tuple[int, list[Any]]:
-        """Return the number of the user's images, and each one's hash, caption and sources."""
-        own = [sample for sample in self.samples if not sample.is_prior]
-        return len(own), [(s.content_sha256, s.caption, *(each.content_sha256 for each in s.sources)) for s in own]
 
     def __getitem__(self, plan: BatchPlan | int) -> Batch:
         if isinstance(plan, int):  # Trainer(overfit_batches=...) replaces the sampler by a SequentialSampler
@@ -234,27 +221,28 @@ class BatchLoader(DataLoader[Batch]):
             self._delivered += 1
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Epoch and batches delivered, without those that workers have prefetched; number and hash of the images."""
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and batches delivered, without those that workers have prefetched; and what the data are."""
         if not isinstance(self.sampler, ResumableSampler):
             return {}
-        return self.sampler.state_dict(self._delivered) | self._contents()
+        return self.sampler.state_dict(self._delivered) | {"contents": self._contents()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Start the next iteration after the last batch that the state counts as delivered."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Start the next iteration after the last batch that the state counts as delivered; warn of other data."""
         if state and isinstance(self.sampler, ResumableSampler):
             self.sampler.load_state_dict(state)
             self._delivered = None
-            now = self._contents()
-            if any(state.get(name, value) != value for name, value in now.items()):
-                rank_zero_warn(
-                    f"the training images or their captions are others than before the resume ({state['images']} images"
-                    f" then, {now['images']} now), so that scores before and after it do not compare; restore them, or"
-                    " start anew in another trainer.default_root_dir"
-                )
+            self._warn_of_changes(state.get("contents", self._contents()))
 
-    def _contents(self) -> dict[str, int]:
-        if not isinstance(self.dataset, HasContents):
-            return {}
-        images, named = self.dataset.contents()
-        return {"images": images, "contents": zlib.crc32(repr(named).encode())}
+    def _contents(self) -> dict[str, list[int]]:
+        return dict(getattr(self.dataset, "contents", {}))
+
+    def _warn_of_changes(self, before: Mapping[str, list[int]]) -> None:
+        now = self._contents()
+        changed = [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
+        if changed:
+            counts = [f"{name} ({before.get(name, [0])[0]} then, {now.get(name, [0])[0]} now)" for name in changed]
+            rank_zero_warn(
+                f"the data are others than before the resume: {', '.join(counts)}; a change of a caption counts. Scores"
+                " before and after do not compare: restore the data, or start anew in another trainer.default_root_dir"
+            )

@@ -73,7 +73,7 @@ class TrainingSettings(ObjectiveSettings):
         num_validation_images: Sample images per prompt.
         validation_seed: Seed of the first sample image; the next images count up from it.
         checkpointing_steps: Optimizer steps between checkpoints.
-        checkpoints_total_limit: Checkpoints to keep; -1 keeps all, 0 writes none.
+        checkpoints_total_limit: Checkpoints to keep; -1 keeps all, 0 writes none. Files of the result are all kept.
         num_inference_steps: Denoising steps of a sample image.
         guidance_scale: Classifier-free guidance of a sample image.
         sample_resolution: Pixels per side of a sample image; unset is the pipeline's own, mostly 1024.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ def test_a_second_training_in_a_folder_is_refused_and_each_remedy_works(
     assert (tmp_path / "run_2" / "config.yaml").is_file()
     assert yaml.safe_load((run / "config.yaml").read_text())["overwrite"] is False
     assert command("fit", "-c", config, "--dry_run").code == 0
+    for snapshots in run.glob("snapshots*"):
+        shutil.rmtree(snapshots)
+    for more in ([], ["--resume"]):  # which would begin anew, over the result
+        said = command("fit", "-c", config, *more)
+        assert said.code == 1 and "no snapshot to resume from; add --overwrite to replace it, or" in said.errors[0]
     both = command("fit", "-c", config, "--resume", "--overwrite")
     assert both.code == 1 and "give only one" in both.errors[0]
 
