@@ -102,7 +102,7 @@ def _redact_addresses(text: str) -> str:
 def _assigned(found: re.Match[str]) -> str:
     *names, name = found[1].lstrip("-").split(".")
     is_of_query = found.re is QUERY and _OF_QUERIES.search(_plain(name)) is not None
-    if HIDDEN in found[2] or not (is_of_query or is_secret(name) or any(OPTIONS.search(each) for each in names)):
+    if HIDDEN[:-1] in found[2] or not (is_of_query or is_secret(name) or any(OPTIONS.search(each) for each in names)):
         return found[0]
     return found[0].removesuffix(found[2]) + HIDDEN
 

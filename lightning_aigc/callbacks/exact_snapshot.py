@@ -125,7 +125,7 @@ class ExactSnapshot(Callback):
 
     def report_entries(self) -> dict[str, Any]:
         """This fit's snapshots and the newest that is complete, for RunReport's page."""
-        session = self.session
+        session = self._session  # closed by an exception before the page is written
         return {} if session is None else {"snapshots": snapshots_in(session.taker.writer.directory, self.blocked_s)}
 
     def wait(self) -> None:

@@ -340,11 +340,12 @@ def test_the_grid_of_step_zero_is_scored_whatever_the_order_of_the_callbacks(tmp
 def test_a_run_that_was_killed_has_a_record_of_what_it_measured(tmp_path: Path) -> None:
     report = RunReport(clip_model="embedded:clip", num_images=2)
     with pytest.raises(RuntimeError, match="killed"):
-        fit(tmp_path, report, SampleGrid(every_n_steps=3, num_images=1), StopAt(5), steps=9)
+        fit(tmp_path, report, SampleGrid(every_n_steps=3, num_images=1), StopAt(5), ExactSnapshot(2), steps=9)
     record = read_run(tmp_path)
     assert not record.is_finished and record.steps == 5 and [grid.step for grid in record.grids] == [0, 3]
     verdict = judge(record)
-    assert verdict.kind == "stopped" and verdict.sentence.startswith("Stopped at step 5 by RuntimeError: killed")
+    sentence = "Stopped at step 5 by RuntimeError: killed; --resume continues from the last snapshot."
+    assert verdict.kind == "stopped" and verdict.sentence == sentence
     assert "Stopped at step 5 by RuntimeError: killed" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 import tarfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -295,6 +296,21 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_shard_with_the_same_bits(
     resumed = fit(Model(), make_data(num_workers=workers), tmp_path, ExactSnapshot(1), ckpt_path="latest")
     assert 0 < len(resumed.seen) < 13 and resumed.seen == whole.seen[-len(resumed.seen) :]
     assert torch.equal(resumed.weight, whole.weight)
+
+
+def test_a_resumed_run_names_entries_that_changed(
+    source: ImageCaptionData, make: Callable[..., ImageCaptionData], tmp_path: Path, folder: Path
+) -> None:
+    shards = encode(source, tmp_path)
+    state = stream(shards, tmp_path, validation_shards_dir=shards).loader().state_dict()
+    with warnings.catch_warnings(action="error"):
+        stream(shards, tmp_path, validation_shards_dir=shards).loader().load_state_dict(state)
+    next(folder.glob("*.txt")).write_text("another caption")
+    again = make(cache_latents=True, cache_text_embeddings=True, train_batch_size=3)
+    other = encode(again, tmp_path / "again")
+    for held, said in ((shards, "entries"), (other, "entries .*, held-out entries")):
+        with pytest.warns(UserWarning, match=rf"resume: {said} \({PICTURES} then, {PICTURES} now\); a change"):
+            stream(other, tmp_path, validation_shards_dir=held).loader().load_state_dict(state)
 
 
 def remote_copy(folder: str, name: str) -> str:

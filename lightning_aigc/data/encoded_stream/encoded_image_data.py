@@ -196,7 +196,9 @@ class EncodedImageData(LightningDataModule):
         empty = self._read_file(folder, COMMON) if is_training and self.caption_dropout_rate else {}
         dropout, flip = (self.caption_dropout_rate, self.random_flip) if is_training else (0.0, False)
         buckets = list(self.manifest(folder).buckets().values())
-        return StreamDataset(reader, buckets, empty, dropout, flip, self.on_bad_shard, self.seed)
+        kinds = {"entries": self.shards_dir, "held-out entries": self.validation_shards_dir}
+        contents = {name: self.manifest(found).contents for name, found in kinds.items() if is_training and found}
+        return StreamDataset(reader, buckets, empty, dropout, flip, self.on_bad_shard, self.seed, contents)
 
     def _read_file(self, folder: str, file: str) -> dict[str, Tensor]:
         try:

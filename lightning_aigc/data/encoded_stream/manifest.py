@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import fsspec
 
@@ -66,6 +67,11 @@ class Manifest:
     def count(self) -> int:
         """Entries in all shards."""
         return sum(shard.count for shard in self.shards)
+
+    @property
+    def contents(self) -> list[int]:
+        """The number of entries, and a checksum of the shards' names, which hold hashes."""
+        return [self.count, crc32("".join(shard.file for shard in self.shards).encode())]
 
     def to_json(self) -> str:
         found = dataclasses.asdict(self) | {"format": FORMAT, "shards": [shard.file for shard in self.shards]}

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -43,14 +42,13 @@ class StreamDataset(Dataset[Batch]):
         random_flip: bool = False,
         on_bad_shard: OnBadShard = "stop",
         seed: int = 42,
+        contents: Mapping[str, list[int]] | None = None,
     ) -> None:
         self.reader, self.buckets, self.empty = reader, buckets, empty
         self.caption_dropout_rate, self.random_flip = caption_dropout_rate, random_flip
         self.on_bad_shard, self.seed = on_bad_shard, seed
         self._bad: set[str] = set()
-        shards = [shard for of_bucket in buckets for shard in of_bucket]
-        names = "".join(shard.file for shard in shards)  # with hashes
-        self.contents = {"entries": [sum(shard.count for shard in shards), crc32(names.encode())]}
+        self.contents = contents or {}
 
     def __getitem__(self, plan: StreamPlan) -> Batch:
         of_bucket = self.buckets[plan.bucket]

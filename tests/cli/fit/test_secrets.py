@@ -66,6 +66,7 @@ def test_a_value_is_hidden_by_its_name_or_its_place_in_an_address(given: dict[st
         (f"got {{'storage_options': {{'key': '{SECRET}'}}, 'a': 1}}", f"got {{'storage_options': {HIDDEN}, 'a': 1}}"),
         (f"got {{'api_key': '{SECRET}', 'a': 1}}", f"got {{'api_key': '{HIDDEN}', 'a': 1}}"),
         ("data.init_args.storage_options.key: this copy", "data.init_args.storage_options.key: this copy"),
+        (f"my bug, token=hf_{'a1' * 12}, again", f"my bug, token={HIDDEN}, again"),  # of two rules, once
         ("trigger_word=token and token: wanted", "trigger_word=token and token: wanted"),
     ],
 )
