@@ -9,7 +9,8 @@ from typing import Any
 from lightning_aigc.errors import ModelError
 
 Readers = Mapping[str, tuple[str, tuple[Any, ...], str]]
-"""For a setting: the one that makes it read, the values with which it does not, and a value with which it does."""
+"""For a setting: the one that makes it read, the values with which it does not, and a value with which it does, or
+nothing where that one needs more."""
 
 
 def check_at_least_one(settings: Any, *names: str) -> None:
@@ -51,8 +52,8 @@ def unread_settings(
         where: The key in front of the names.
     """
     return [
-        f"{where}.{name}: {_yaml(given[name])} changes nothing while {reader} is {_yaml(given[reader])}; set"
-        f" {where}.{reader}: {on}, or remove {name}"
+        f"{where}.{name}: {_yaml(given[name])} changes nothing while {reader} is {_yaml(given[reader])};"
+        f"{f' set {where}.{reader}: {on}, or' if on else ''} remove {name}"
         for name, (reader, off, on) in readers.items()
         if _plain(given[name]) != _plain(defaults[name]) and given[reader] in off
     ]

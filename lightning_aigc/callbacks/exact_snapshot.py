@@ -58,6 +58,11 @@ class ExactSnapshot(Callback):
             raise ConfigError(f"ExactSnapshot.every_n_seconds must be more than 0, or unset; got {every_n_seconds!r}")
         if best_mode not in Mode.__args__:  # type: ignore[attr-defined]
             raise ConfigError(f"ExactSnapshot.best_mode must be min or max, got {best_mode!r}")
+        if keep_best is None and best_mode != "min":
+            raise ConfigError(
+                f"ExactSnapshot.best_mode: {best_mode} is of the metric of keep_best, which is unset; set"
+                " ExactSnapshot.keep_best: val_loss or another logged metric, or remove best_mode"
+            )
         self.directory = directory
         self.options = SnapshotOptions(
             every_n_steps, keep_last, every_n_seconds, on_signal, keep_best, best_mode, directory

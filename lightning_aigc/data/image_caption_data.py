@@ -316,6 +316,11 @@ class ImageCaptionData(LightningDataModule):
         return self.index().has_conditions
 
     @property
+    def has_class_images(self) -> bool:
+        """Whether there are class images, for prior preservation."""
+        return any(self.index().class_buckets)
+
+    @property
     def sources_per_image(self) -> int:
         """Source images of each image, 0 where they are no pairs of an edit."""
         return self.index().sources_per_image
@@ -440,6 +445,8 @@ class ImageCaptionData(LightningDataModule):
             index.report.notes.append(note)
         defaults = {name: p.default for name, p in signature(ImageCaptionData.__init__).parameters.items()}
         index.report.notes += unread_arguments(self._given, defaults)
+        if not index.sources_per_image and self._given["source_fit"] != defaults["source_fit"]:
+            index.report.notes.append("data.init_args.source_fit changes nothing without sources of an edit; remove it")
         index.report.advice = advice_on(
             material_of_run(index, self.trainer, self.options.trigger_word, self.train_batch_size, self.buckets)
         )

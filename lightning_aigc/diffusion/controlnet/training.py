@@ -51,8 +51,9 @@ class ControlNet(FullWeights):
         "use the pretrained_model_name_or_path, controlnet_model_name_or_path, rank, num_layers and num_single_layers"
         " that it was trained with"
     )
+    reads_conditions: ClassVar[bool] = True
     readers: ClassVar[Readers] = {
-        "canny_thresholds": ("conditions", ("folder", "lineart", "tile", "inpaint"), "canny"),
+        "canny_thresholds": ("conditions", ("folder", "lineart", "tile", "inpaint"), ""),
     }
     controlnet_model_name_or_path: str | None = None
     rank: int | None = None

@@ -45,8 +45,7 @@ class LoRA(Method):
     ignored_on_resume: ClassVar[frozenset[str]] = frozenset(("base_location",))
     readers: ClassVar[Readers] = {
         "lokr_factor": ("lora_type", ("lora",), "lokr"),
-        "text_encoder_lr": ("train_text_encoder", (False,), "true"),
-        **dict.fromkeys(("preserve_weight", "preserve_share"), ("preserve", (None,), "class")),
+        **dict.fromkeys(("preserve_weight", "preserve_share"), ("preserve", (None,), "own")),
     }
     rank: int = 16
     lora_alpha: float | None = None

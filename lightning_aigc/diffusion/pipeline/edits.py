@@ -54,7 +54,8 @@ def check_edit(family: Family, edit: Edit | None) -> None:
     most = max(map(len, edit.sources))
     if most > family.max_sources:
         takes = f"takes {family.max_sources} at most" if family.max_sources else "draws from text alone"
-        raise ModelError(f"got {most} source images for one image, and {family.title} {takes}; leave out the others")
+        remedy = "leave out the others" if family.max_sources else "leave them out, or take a model that edits"
+        raise ModelError(f"got {most} source images for one image, and {family.title} {takes}; {remedy}")
 
 
 def edit_arguments(

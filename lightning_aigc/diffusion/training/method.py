@@ -37,6 +37,8 @@ class Method(ABC):
     """Remedy for a checkpoint with other weights."""
     ignored_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Fields that do not change the bits of a training."""
+    reads_conditions: ClassVar[bool] = False
+    """Whether it trains on a condition of each image."""
     readers: ClassVar[Readers] = {}
     """Its settings that need another one."""
     text_encoder_lr: ClassVar[float | None] = None

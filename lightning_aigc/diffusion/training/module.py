@@ -281,6 +281,11 @@ class DiffusionTraining(LightningModule):
         components = self._load()
         family = components.family
         self._check_settings(family)
+        if settings.validation_sources and not family.max_sources:
+            raise ModelError(
+                f"model.init_args.validation_sources: {family.title} draws from text alone; remove it, or train a model"
+                " that edits"
+            )
         self.method.check(settings, family)
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.PREDICTING:
             check_image_sizes(components, self._trainer.datamodule)  # type: ignore[attr-defined]
@@ -458,7 +463,19 @@ class DiffusionTraining(LightningModule):
 
     def _warn_of_unread_settings(self) -> None:
         defaults = {each.name: each.default for part in (self.method, self.settings) for each in fields(part)}
-        for sentence in unread_settings(self.hparams, defaults, {**READERS, **self.method.readers}):
+        said = unread_settings(self.hparams, defaults, {**READERS, **self.method.readers})
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if getattr(data, "has_condition_files", False) and not self.method.reads_conditions:
+            said.append(
+                f"{type(self).__name__} does not read the data's conditions; train a DiffusionControlNet, or set"
+                " data.init_args.conditioning_data_dir: null"
+            )
+        if self.settings.prior_loss_weight != 1 and getattr(data, "has_class_images", True) is False:
+            said.append(
+                "model.init_args.prior_loss_weight changes nothing without class images; set"
+                " data.init_args.class_data_dir: FOLDER, or remove prior_loss_weight"
+            )
+        for sentence in said:
             rank_zero_warn(sentence)
 
     def configure_callbacks(self) -> list[Callback]:

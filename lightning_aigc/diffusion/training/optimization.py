@@ -79,6 +79,11 @@ def build_schedule(
                     f"model.init_args.lr_scheduler: {type(made).__name__} needs an end; set its total_num_steps, or"
                     " model.init_args.max_train_steps"
                 )
+        elif warmup_steps:
+            rank_zero_warn(
+                f"model.init_args.lr_warmup_steps: {warmup_steps} changes nothing for a scheduler that is given as a"
+                " class; set model.init_args.lr_scheduler: constant or cosine, or remove lr_warmup_steps"
+            )
         return made
     if any(group["lr"] is None for group in optimizer.param_groups):  # transformers' Adafactor by relative_step
         if scheduler != "constant" or warmup_steps:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.cli import ReduceLROnPlateau
 from prodigyopt import Prodigy
 from torch.utils.data import DataLoader
@@ -42,7 +43,18 @@ def make_module(path: str, **options: Any) -> StableDiffusionLoRA:
     return StableDiffusionLoRA(path, **({"rank": 2, "learning_rate": 1e-3, "num_inference_steps": 2} | options))
 
 
-def fit(module: Any, root: Path, *, ckpt_path: str | None = None, **options: Any) -> tuple[Trainer, list[float]]:
+class Data(LightningDataModule):
+    """Batches without class images, with conditions."""
+
+    has_class_images, has_condition_files = False, False
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([make_batch(seed=n) for n in range(4)], batch_size=None)  # type: ignore[arg-type]
+
+
+def fit(
+    module: Any, root: Path, *, ckpt_path: str | None = None, data: Data | None = None, **options: Any
+) -> tuple[Trainer, list[float]]:
     rates = Rates()
     callbacks = [*options.pop("callbacks", []), rates]
     given: dict[str, Any] = {
@@ -50,7 +62,7 @@ def fit(module: Any, root: Path, *, ckpt_path: str | None = None, **options: Any
         "enable_checkpointing": False, "enable_model_summary": False, "callbacks": callbacks,
     }  # fmt: skip
     trainer = Trainer(**(given | options))
-    trainer.fit(module, DataLoader([make_batch(seed=n) for n in range(4)], batch_size=None), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+    trainer.fit(module, data or Data().train_dataloader(), ckpt_path=ckpt_path)
     return trainer, rates.found
 
 
@@ -93,17 +105,32 @@ def test_a_warm_up_that_the_run_does_not_end_is_named_before_the_first_step() ->
         ({"ema_decay": 0.9}, "ema_decay: 0.9 changes nothing while use_ema is false; set model.init_args.use_ema:"),
         ({"lokr_factor": 4}, "lokr_factor: 4 changes nothing while lora_type is lora; set model.init_args.lora_type:"),
         ({"preserve_share": 0.5}, "preserve_share: 0.5 changes nothing while preserve is unset"),
-        ({"text_encoder_lr": 1e-4}, "text_encoder_lr: 0.0001 changes nothing while train_text_encoder is false"),
+        ({"prior_loss_weight": 0.5}, "prior_loss_weight changes nothing without class images"),
         ({"huber_c": 0.2}, "huber_c: 0.2 changes nothing while loss_type is l2; set model.init_args.loss_type: huber"),
     ],
 )
 def test_a_setting_that_changes_nothing_is_named(sd: str, tmp_path: Path, given: dict[str, Any], said: str) -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        fit(make_module(sd, **given), tmp_path, max_steps=1)
+        fit(make_module(sd, **given), tmp_path, max_steps=1, data=Data())
     named = [str(each.message) for each in found if "changes nothing" in str(each.message)]
     assert len(named) == 1 and f"model.init_args.{said}" in named[0]
     assert named[0].endswith(f"remove {next(iter(given))}")
+
+
+def test_conditions_that_a_lora_does_not_read_are_named(sd: str, tmp_path: Path) -> None:
+    data = Data()
+    data.has_condition_files = True
+    with pytest.warns(UserWarning, match=r"LoRA does not read the data's conditions; train a DiffusionControlNet, or"):
+        fit(make_module(sd), tmp_path, max_steps=1, data=data)
+
+
+def test_a_warm_up_of_a_scheduler_class_and_sources_of_a_model_without_edits_are_named(sd: str, tmp_path: Path) -> None:
+    constant = functools.partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+    with pytest.warns(UserWarning, match=r"lr_warmup_steps: 3 changes nothing for a scheduler .* remove lr_warmup"):
+        build_schedule(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1e-3), constant, 3, 20)
+    with pytest.raises(ModelError, match=r"validation_sources: SD 1\.5 draws from text alone; remove it"):
+        fit(make_module(sd, validation_prompts=["a mug"], validation_sources=["mug.png"]), tmp_path, max_steps=1)
 
 
 def test_settings_that_are_read_are_not_named(sd: str, tmp_path: Path) -> None:
