@@ -718,6 +718,8 @@ def test_an_average_that_only_the_step_writes_is_copied_beside_training_too(
         ({"every_n_steps": -1}, "every_n_steps"),
         ({"keep_last": 0}, "keep_last"),
         ({"every_n_seconds": 0}, "every_n_seconds"),
+        ({"best_mode": "most"}, "best_mode must be min or max"),
+        ({"best_mode": "max"}, "best_mode: max is of the metric of keep_best, which is unset"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: dict[str, Any], named: str) -> None:
