@@ -108,6 +108,16 @@ def test_another_configuration_is_refused_with_both_values(command: Command, qui
     assert command("fit", "-c", quick, "--resume", *more).code == 0
 
 
+def test_a_folder_of_the_data_may_be_written_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    key = "data.init_args.train_data_dir"
+    assert differences({key: "photos"}, {key: str(tmp_path / "photos")}) == []
+    assert differences({key: "./photos"}, {key: "photos/"}) == []
+    for one, other in (("photos", "others"), ("embedded:brand", "embedded:prior"), ("photos", None)):
+        assert len(differences({key: one}, {key: other})) == 1
+    assert len(differences({"model.init_args.class_word": "a"}, {"model.init_args.class_word": "./a"})) == 1
+
+
 def test_a_config_file_may_say_latest(command: Command, quick: Path, tmp_path: Path) -> None:
     config = yaml.safe_load(quick.read_text(encoding="utf-8")) | {"ckpt_path": "latest"}
     quick.write_text(yaml.safe_dump(config), encoding="utf-8")
