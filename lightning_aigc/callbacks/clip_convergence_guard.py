@@ -249,7 +249,7 @@ class CLIPConvergenceGuard(Callback):
         if self.best_file and self.best_step != trainer.global_step:
             kept += f", the one without _best holds the last weights, of step {trainer.global_step}"
         elif self.best_step == 0:
-            kept = ", the untrained model: no check was better"
+            kept = ", the untrained model: no check was better beyond the noise"
         is_stopped = trainer.should_stop and self.stop and self.should_stop_early()
         ended = f"stopped at step {trainer.global_step}" if is_stopped else "training ended"
         rank_zero_info(f"CLIPConvergenceGuard: {ended}; best {self.metric} {score:.4f} at step {self.best_step}{kept}")

@@ -124,6 +124,7 @@ class ControlGuard(Callback):
         if self._batch is None or not self.gaps:
             return
         step, gap, _ = self.gaps[-1]
+        gap = round(gap, 3) + 0.0  # no -0.0
         if self.appeared_at is None:
             rank_zero_info(
                 f"ControlGuard: no control yet at step {step}: another image's condition changes the loss by {gap:.1%},"

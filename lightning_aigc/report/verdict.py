@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +13,7 @@ from lightning_aigc.report.record import Curve, GuardResult, Paired, RunRecord
 
 Kind = Literal[
     "learned", "no gain", "worse", "forgotten", "memorised", "diverged", "ruined", "no usable file", "cannot tell",
-    "not scored", "running", "stopped",
+    "not scored", "not finished", "stopped",
 ]  # fmt: skip
 Tone = Literal["good", "mixed", "bad", "unknown"]
 
@@ -100,10 +100,12 @@ def judge(record: RunRecord) -> Verdict:
             "stopped", "unknown", f"Stopped at step {record.steps} by {record.stopped_by}{_kept(record)}{again}."
         )
     if not record.is_finished:
-        return Verdict("running", "unknown", f"Not finished: this is step {record.steps}{_kept(record)}.")
+        return Verdict("not finished", "unknown", f"Not finished: this is step {record.steps}{_kept(record)}.")
     ruined = _ruined(record)
     if ruined:
         return Verdict("ruined", "bad", f"Ruined: {ruined}{_kept(record)}. Lower the learning rate and look at step 0.")
+    if text is None and "control_gap" in record.figures:
+        return _judge_control(record.figures)
     if text is None:
         return Verdict("not scored", "unknown", f"Not scored: {_why_unscored(record)}.")
     if math.isnan(text.stderr):
@@ -256,6 +258,23 @@ def _kept(record: RunRecord) -> str:
     if difference < -CLEAR * stderr and guard.best_file:
         return f"; the last weights are worse than the best of step {guard.best_step}: use {Path(guard.best_file).name}"
     return f"; best at step {guard.best_step}{kept}"
+
+
+def _judge_control(figures: Mapping[str, float]) -> Verdict:
+    """The verdict of ControlGuard, where no CLIP score was asked for."""
+    appeared, gap = figures.get("control_appeared_at_step", math.nan), round(figures["control_gap"], 3) + 0.0
+    edges = f"; edge F1 {figures['edge_f1']:.2f}" if math.isfinite(figures.get("edge_f1", math.nan)) else ""
+    if not math.isfinite(appeared):
+        return Verdict(
+            "no gain", "bad",
+            f"No control yet: another image's condition changes the loss by {gap:.1%}{edges}. Train on with a larger"
+            " model.init_args.max_train_steps and --resume.",
+        )  # fmt: skip
+    return Verdict(
+        "learned", "good",
+        f"Learned to follow its condition: control since step {appeared:.0f}, and another image's condition raises the"
+        f" loss by {gap:.0%}{edges}.",
+    )  # fmt: skip
 
 
 def _why_unscored(record: RunRecord) -> str:

@@ -30,6 +30,7 @@ from lightning_aigc.gradient_sync.options import (
 )
 from lightning_aigc.gradient_sync.transport.process_groups import explain, is_of_a_collective
 from lightning_aigc.gradient_sync.watch.replica_check import check_equal
+from lightning_aigc.gradient_sync.watch.stall_watchdog import print_line
 from lightning_aigc.gradient_sync.watch.step_report import describe
 from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.report.record import SyncResult
@@ -200,7 +201,13 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         self._sync = sync = place.make_sync(self._parameters, self.options, timeout, self._is_told_to_end)
         for note in self._checkpoint.apply(sync, self.reduce_boolean_decision):
             rank_zero_info(f"npu_sparse: {note}")
-        sync.join()
+        try:
+            sync.join()
+        except KeyboardInterrupt:
+            print_line(
+                "stopped while it waited for other runs: nothing was trained; start it again by the same command"
+            )
+            raise
         ranks = sync.groups.everyone.size
         rank_zero_info(f"npu_sparse: mode local, {ranks} run(s) at {place.address} now, and more may come")
         self._note_progress()

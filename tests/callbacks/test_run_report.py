@@ -349,6 +349,20 @@ def test_a_run_that_was_killed_has_a_record_of_what_it_measured(tmp_path: Path) 
     assert "Stopped at step 5 by RuntimeError: killed" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def test_the_record_follows_the_run_between_grids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorded(Callback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.steps.append(read_run(tmp_path).steps)  # what a kill would leave
+
+    monkeypatch.setattr("lightning_aigc.callbacks.run_report.run_report.RENEWED_EVERY_S", 0.0)
+    recorded = Recorded()
+    fit(tmp_path, recorded, RunReport(num_images=2), steps=4)
+    assert recorded.steps == [0, 1, 2, 3]
+
+
 def test_what_other_callbacks_found_is_in_the_record(tmp_path: Path) -> None:
     guard = CLIPConvergenceGuard(every_n_steps=3, num_images=2, clip_model="embedded:clip")
     fit(tmp_path, RunReport(), guard, GradientHealthMonitor(every_n_steps=2), ExactSnapshot(3), SaveLoRA(), steps=7)

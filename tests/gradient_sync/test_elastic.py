@@ -335,6 +335,22 @@ def test_a_run_that_waits_for_others_is_saved_when_it_is_told_to_end(tmp_path: P
     assert len(steps) == 1 and resumed == [7, 8, 9]  # step 6 is saved, though its average never came
 
 
+def test_a_stop_before_the_first_step_says_that_nothing_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Quorum, "_wait_for_members", interrupted)
+    with meeting_point() as where:
+        address = f"{where['MASTER_ADDR']}:{where['MASTER_PORT']}"
+        strategy = NPUSparseStrategy(process_group_backend="gloo", rendezvous=address, min_ranks=2, **OPTIONS)
+        trainer = make_trainer(strategy=strategy, max_steps=3, default_root_dir=tmp_path)
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            trainer.fit(Small(), DataLoader(make_batches(0, 3), batch_size=None))
+    assert "stopped while it waited for other runs: nothing was trained" in capsys.readouterr().err
+
+
 def test_a_run_with_another_job_is_refused_and_a_lost_store_is_named() -> None:
     with meeting_point() as where:
         address = f"{where['MASTER_ADDR']}:{where['MASTER_PORT']}"

@@ -12,7 +12,9 @@ import pytest
 
 from fakes.processes.given_gradients import Training, refusal
 from fakes.processes.ranks import run_ranks
+from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import SyncError
+from lightning_aigc.gradient_sync.transport.process_groups import reason_of
 
 SHORT = timedelta(seconds=3)
 ENDS = ("int3", "dense", "sparse", "local", "inline")
@@ -59,3 +61,10 @@ def test_a_rank_that_hangs_is_an_error_after_the_timeout(mode: str, tmp_path: Pa
     (said, seconds), _ = run_ranks(stuck, 2, tmp_path, mode)
     assert said.startswith("SyncError: rank 0 of 2 could not") and "a longer timeout than 0:00:03" in said
     assert 2 < seconds < SHORT.total_seconds() + 2
+
+
+def test_the_reason_of_an_error_is_its_first_line_and_the_next_after_a_colon() -> None:
+    assert reason_of(ValueError("no file\nmore")) == "no file" and reason_of(ValueError()) == "no message"
+    assert reason_of(ConfigError("of another run:\n  rank: 2, 3 now\n  seed: 1")) == "of another run: rank: 2, 3 now"
+    gloo = "[/x/gloo/pair.cc:534] Connection closed by peer. This is typically a network error"
+    assert reason_of(RuntimeError(gloo)) == "Connection closed by peer"

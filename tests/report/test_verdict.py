@@ -122,8 +122,22 @@ def test_without_a_score_it_says_why() -> None:
     assert judge(one).kind == "not scored" and "one image" in judge(one).sentence
 
 
+def test_a_controlnet_without_a_clip_score_is_judged_by_its_gap() -> None:
+    figures = {"control_gap": -0.0004, "control_appeared_at_step": math.nan, "edge_f1": 0.47}
+    found = judge(record(figures=figures))
+    assert (found.kind, found.tone) == ("no gain", "bad")
+    assert found.sentence.startswith(
+        "No control yet: another image's condition changes the loss by 0.0%; edge F1 0.47."
+    )
+    found = judge(record(figures={"control_gap": 0.25, "control_appeared_at_step": 40.0}))
+    assert (found.kind, found.tone) == ("learned", "good")
+    assert found.sentence == (
+        "Learned to follow its condition: control since step 40, and another image's condition raises the loss by 25%."
+    )
+
+
 def test_a_run_that_has_not_ended_has_no_verdict() -> None:
-    assert judge(record(HIGH, is_finished=False)).kind == "running"
+    assert judge(record(HIGH, is_finished=False)).kind == "not finished"
 
 
 def looks(recognition: float = 0.4, changed: float = 0.2, ruined: int = 0, stderr: float = 0.05) -> Looks:

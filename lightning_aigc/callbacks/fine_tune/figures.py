@@ -127,10 +127,10 @@ def _bled(figures: Figures) -> FineTuneFinding | None:
         return None
     return FineTuneFinding(
         "bleeding",
-        f"prompts without the trigger word grow like the training images too (CLIP-I {plain:+.3f}, "
-        f"{plain / trained:.0%} of the trained prompts'): the look bleeds into the class",
-        "model.init_args.preserve: class with class_word, or data.init_args.trigger_word: a rare word, and "
-        "data.init_args.class_data_dir",
+        f"prompts without the trigger word grow like the training images too (CLIP-I {plain:+.3f}, and "
+        f"{trained:+.3f} of the trained prompts): the look bleeds into the class",
+        "model.init_args.preserve: class with class_word, or a larger preserve_weight where it is set; or "
+        "data.init_args.trigger_word: a rare word, and data.init_args.class_data_dir; or fewer steps",
     )
 
 

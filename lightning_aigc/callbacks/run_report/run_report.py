@@ -176,8 +176,11 @@ class RunReport(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._is_off:
-            self._curves.after_batch(trainer)
+        if self._is_off:
+            return
+        self._curves.after_batch(trainer)
+        if trainer.is_global_zero and time.perf_counter() - self._page_written_at >= RENEWED_EVERY_S:
+            self._write_so_far(trainer, pl_module)  # a run that is killed leaves what it has measured
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_off:
@@ -262,8 +265,8 @@ class RunReport(Callback):
         with contextlib.suppress(OSError):  # a full disk is reported by what must be written
             record.write(root)
             if renewed_every_s is None or time.perf_counter() - self._page_written_at >= renewed_every_s:
-                write_text(root / REPORT_FILE, render_run_page(record, renewed_every_s))
                 self._page_written_at = time.perf_counter()
+                write_text(root / REPORT_FILE, render_run_page(record, renewed_every_s))
 
     # Resuming --------------------------------------------------------------------------------------------------------
 

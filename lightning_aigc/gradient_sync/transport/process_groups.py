@@ -114,8 +114,12 @@ def explain(error: BaseException, groups: ProcessGroups, step: int) -> SyncError
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error's message, of Gloo's without its source file and its advice."""
-    said = (str(error).strip().splitlines() or ["no message"])[0]
+    """Return the first line of an error's message, of Gloo's without its source file and its advice.
+
+    A line that ends with a colon gets the next one: alone it says nothing.
+    """
+    lines = str(error).strip().splitlines() or ["no message"]
+    said = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     return said.partition(" This is typically")[0].rpartition("] ")[2].strip(" .") if "/gloo/" in said else said
 
 
