@@ -257,8 +257,9 @@ class SnapshotSession:
             self.close()
         if loop_state is None:  # nothing was trained, and nothing is lost
             return
-        sentence = last_sentence(writer.directory)
-        if not self._are_finite:
+        if self._are_finite:
+            sentence = last_sentence(writer.directory)
+        else:
             sentence = f"trained weights are not finite; lower the learning rate and {go_back(writer.directory)}"
         rank_zero_info(sentence)
         if trainer.is_global_zero:

@@ -11,10 +11,16 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
 
 
+def _finite(unit: str, text: str) -> re.Match[str] | None:
+    """Match a finite number and the pattern of a unit."""
+    match = re.fullmatch(_NUMBER + unit, text.strip())
+    return match if match is not None and math.isfinite(float(match[1])) else None
+
+
 def bytes_a_second(text: str) -> float:
     """Parse a bandwidth, 25Gb as 25e9 bits/s, 200GB as 200e9 bytes/s. Raises: ArgumentTypeError."""
-    match = re.fullmatch(_NUMBER + r"([kMGT]?)(b|bit|B)(?:it)?(?:/s|ps|E)?", text.strip())
-    if match is None or not 0 < float(match[1]) < math.inf:
+    match = _finite(r"([kMGT]?)(b|bit|B)(?:it)?(?:/s|ps|E)?", text)
+    if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, wanted a bandwidth above 0 with its unit: 25Gb (bits a second) or 200GB (bytes a second)"
         )
@@ -23,8 +29,8 @@ def bytes_a_second(text: str) -> float:
 
 def seconds(text: str) -> float:
     """Parse a time such as 1.2, 1.2s, 350ms, 30us or 5ns. Raises: ArgumentTypeError."""
-    match = re.fullmatch(_NUMBER + r"([mµun]?s|)", text.strip())
-    if match is None or float(match[1]) == math.inf:
+    match = _finite(r"([mµun]?s|)", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a time such as 1.2, 350ms or 30us")
     return float(match[1]) * SECONDS[match[2] or "s"]
 
@@ -38,8 +44,8 @@ def latency(text: str) -> float:
 
 def count(text: str) -> float:
     """Parse a count with k, M, G (or B) or T, 859.5M as 859,500,000. Raises: ArgumentTypeError."""
-    match = re.fullmatch(_NUMBER + r"([kMGBT]?)", text.strip().replace("_", "").replace(",", ""))
-    if match is None or float(match[1]) == math.inf:
+    match = _finite(r"([kMGBT]?)", text.replace("_", "").replace(",", ""))
+    if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number of parameters such as 859.5M or 12_800_000")
     return float(match[1]) * SCALES[match[2].replace("B", "G")]
 

@@ -21,8 +21,8 @@ from lightning_aigc.diffusion.families import FAMILIES, Components, Family
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.image_sizes import check_sources
 from lightning_aigc.diffusion.training.preservation import Preservation
-from lightning_aigc.diffusion.training.settings import TrainingSettings
-from lightning_aigc.setting_checks import Readers
+from lightning_aigc.diffusion.training.settings import READERS, TrainingSettings
+from lightning_aigc.setting_checks import Readers, unread_settings
 
 
 @dataclass
@@ -93,6 +93,23 @@ class Method(ABC):
 
         Raises: ModelError or ConfigError.
         """
+
+    def unread(self, settings: TrainingSettings, data: Any, module_name: str) -> list[str]:
+        """Return a sentence for each option that is given and that changes nothing with the others and these data."""
+        parts = [each for part in (self, settings) for each in fields(part) if each.init]
+        given = self.options | {each.name: getattr(settings, each.name) for each in fields(settings)}
+        said = unread_settings(given, {each.name: each.default for each in parts}, {**READERS, **self.readers})
+        if getattr(data, "has_condition_files", False) and not self.reads_conditions:
+            said.append(
+                f"{module_name} does not read the data's conditions; train a DiffusionControlNet, or set"
+                " data.init_args.conditioning_data_dir: null"
+            )
+        if settings.prior_loss_weight != 1 and getattr(data, "has_class_images", True) is False:
+            said.append(
+                "model.init_args.prior_loss_weight changes nothing without class images; set"
+                " data.init_args.class_data_dir: FOLDER, or remove prior_loss_weight"
+            )
+        return said
 
     def check_sources(self, family: Family, settings: TrainingSettings, count: int) -> None:
         """Check before weights are read that the family takes as many source images as the data has for each image.

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, Self
 
 import torch
@@ -64,7 +64,7 @@ from lightning_aigc.diffusion.training.default_callbacks import default_callback
 from lightning_aigc.diffusion.training.method import Method
 from lightning_aigc.diffusion.training.named_optimizers import named_optimizer
 from lightning_aigc.diffusion.training.native_attention import avoid_misread_gradients
-from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, READERS, TrainingSettings
+from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, TrainingSettings
 from lightning_aigc.diffusion.training.trained_weights import check_precision, check_trained_weights, computed_in_half
 from lightning_aigc.diffusion.training.validation import (
     VALIDATION_TIMESTEPS,
@@ -80,7 +80,6 @@ from lightning_aigc.protocols import CachesCaptions, HasEditSources
 from lightning_aigc.quantization import PackedBase
 from lightning_aigc.quantization.frozen import ignore_in_ddp
 from lightning_aigc.rng import isolate_rng
-from lightning_aigc.setting_checks import unread_settings
 
 ADAPTER_KEY = "training_adapter"
 """Checkpoint entry with the hash of the training adapter's file."""
@@ -457,26 +456,11 @@ class DiffusionTraining(LightningModule):
     def setup(self, stage: str) -> None:
         check_precision(self.trainer)
         if stage == "fit":
-            self._warn_of_unread_settings()
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            for sentence in self.method.unread(self.settings, data, type(self).__name__):
+                rank_zero_warn(sentence)
             self._validation.begin(self.trainer)
             optimization.limit_steps(self.trainer, self.settings.max_train_steps)
-
-    def _warn_of_unread_settings(self) -> None:
-        defaults = {each.name: each.default for part in (self.method, self.settings) for each in fields(part)}
-        said = unread_settings(self.hparams, defaults, {**READERS, **self.method.readers})
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        if getattr(data, "has_condition_files", False) and not self.method.reads_conditions:
-            said.append(
-                f"{type(self).__name__} does not read the data's conditions; train a DiffusionControlNet, or set"
-                " data.init_args.conditioning_data_dir: null"
-            )
-        if self.settings.prior_loss_weight != 1 and getattr(data, "has_class_images", True) is False:
-            said.append(
-                "model.init_args.prior_loss_weight changes nothing without class images; set"
-                " data.init_args.class_data_dir: FOLDER, or remove prior_loss_weight"
-            )
-        for sentence in said:
-            rank_zero_warn(sentence)
 
     def configure_callbacks(self) -> list[Callback]:
         return default_callbacks(self.trainer, self.settings, self.method.saver(self.settings))

@@ -44,7 +44,7 @@ def make_module(path: str, **options: Any) -> StableDiffusionLoRA:
 
 
 class Data(LightningDataModule):
-    """Batches without class images, with conditions."""
+    """Batches without class images or conditions."""
 
     has_class_images, has_condition_files = False, False
 
@@ -99,6 +99,13 @@ def test_a_warm_up_that_the_run_does_not_end_is_named_before_the_first_step() ->
         build_schedule(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1e-3), "constant", 500, 20)
 
 
+def unread_in_a_fit(module: Any, root: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(module, root, max_steps=1, data=Data())
+    return [str(each.message) for each in found if "changes nothing" in str(each.message)]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -110,10 +117,7 @@ def test_a_warm_up_that_the_run_does_not_end_is_named_before_the_first_step() ->
     ],
 )
 def test_a_setting_that_changes_nothing_is_named(sd: str, tmp_path: Path, given: dict[str, Any], said: str) -> None:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        fit(make_module(sd, **given), tmp_path, max_steps=1, data=Data())
-    named = [str(each.message) for each in found if "changes nothing" in str(each.message)]
+    named = unread_in_a_fit(make_module(sd, **given), tmp_path)
     assert len(named) == 1 and f"model.init_args.{said}" in named[0]
     assert named[0].endswith(f"remove {next(iter(given))}")
 
@@ -135,10 +139,7 @@ def test_a_warm_up_of_a_scheduler_class_and_sources_of_a_model_without_edits_are
 
 def test_settings_that_are_read_are_not_named(sd: str, tmp_path: Path) -> None:
     given = {"ema_decay": 0.9, "use_ema": True, "loss_type": "huber", "huber_c": 0.2}
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        fit(make_module(sd, **given), tmp_path, max_steps=1)
-    assert not [each for each in found if "changes nothing" in str(each.message)]
+    assert unread_in_a_fit(make_module(sd, **given), tmp_path) == []
 
 
 def test_a_run_with_a_schedule_starts_without_a_warning_of_torch(sd: str, tmp_path: Path) -> None:
