@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from inspect import signature
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_aigc._lightning import Callback, LightningModule, Trainer, _MockOptimizer, rank_zero_info
+from lightning_aigc._lightning import Callback, LightningModule, Trainer, _MockOptimizer, rank_zero_info, rank_zero_warn
 from lightning_aigc.callbacks.fine_tune.ranks import adapter_size
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
@@ -21,8 +22,13 @@ from lightning_aigc.report.paired_scores import improvement
 from lightning_aigc.report.record import RateChange
 from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate, sets_own_rate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
+from lightning_aigc.setting_checks import Readers, unread_settings
 from lightning_aigc.sharding.local_parts import original_class
 
+READERS: Readers = {
+    "max_raise": ("search", (False,), "true"),
+    "relative": ("grad_norm_threshold", (None,), "6.0"),
+}
 ADAPTER_EVERY = 25
 """Optimizer steps between two looks at a LoRA's size."""
 
@@ -70,6 +76,9 @@ class AdaptiveLR(Callback):
         self.settings = RateSettings(
             bool(search), grad_norm_threshold, relative, recovery_factor, recovery_steps, max_raise
         )
+        given = {**vars(self.settings), "search": search}
+        defaults = {name: each.default for name, each in signature(AdaptiveLR.__init__).parameters.items()}
+        self._unread = unread_settings(given, defaults, READERS, "AdaptiveLR")
         self.changes: list[Change] = []
         """Every decision so far, with its reason; steps count from 1."""
         self._rates: list[AdaptiveRate] = []
@@ -87,6 +96,8 @@ class AdaptiveLR(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raises: ConfigError without an optimizer, or for an optimizer whose rate must not be adapted."""
         optimizers = [optimizer for optimizer in trainer.optimizers if not isinstance(optimizer, _MockOptimizer)]
+        for sentence in self._unread:
+            rank_zero_warn(sentence)
         if not optimizers:
             raise ConfigError(
                 f"AdaptiveLR found no optimizer: {original_class(pl_module).__name__}.configure_optimizers returned "

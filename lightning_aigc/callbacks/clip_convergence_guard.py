@@ -23,7 +23,7 @@ from lightning_aigc.callbacks.sampling.pairs import (
     sample_on_all_ranks,
 )
 from lightning_aigc.callbacks.sampling.sheet import as_shown, draw_sheet, log_picture, write_png
-from lightning_aigc.callbacks.saving.save_result import best_path, set_aside_best
+from lightning_aigc.callbacks.saving.save_result import best_path, set_aside_best, set_aside_earlier_run
 from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 from lightning_aigc.protocols import HasReferenceImages, SavesLoRA, SavesModel
 from lightning_aigc.report.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
@@ -206,8 +206,9 @@ class CLIPConvergenceGuard(Callback):
         self._warn_of_few_checks(trainer.max_steps)
         self._judge.begin(trainer, self.reference_images, pl_module.device)
         self._last_step = trainer.global_step
+        set_aside_earlier_run(trainer, pl_module)
         if not self.checks:
-            set_aside_best(trainer, best_path(trainer, pl_module, "lora"))
+            set_aside_best(trainer, pl_module, "lora")
             self._check(trainer, pl_module)
 
     def _warn_of_few_checks(self, steps: int) -> None:

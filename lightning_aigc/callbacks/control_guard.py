@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
-from lightning_aigc.callbacks.saving.save_result import best_path, set_aside_best
+from lightning_aigc.callbacks.saving.save_result import best_path, set_aside_best, set_aside_earlier_run
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.protocols import HasHeldOutBatches, SavesModel
@@ -108,8 +108,9 @@ class ControlGuard(Callback):
             raise ConfigError(
                 "ControlGuard compares an image's condition with another's, and the data has one; hold out more"
             )
+        set_aside_earlier_run(trainer, pl_module)
         if not self.gaps:
-            set_aside_best(trainer, best_path(trainer, pl_module, "model"))
+            set_aside_best(trainer, pl_module, "model")
             self._check(trainer, pl_module)
 
     def on_train_batch_end(

@@ -11,12 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 from PIL import Image
 from torch import Tensor
 
-from lightning_aigc._lightning import Callback, LightningModule, Trainer
+from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_aigc.callbacks.sampling.checks import check_images
 from lightning_aigc.callbacks.sampling.gathered import gathered_weights
 from lightning_aigc.callbacks.sampling.judges import Pair
 from lightning_aigc.callbacks.sampling.pairs import find_prompts, make_pairs, require_sampling, sample_pairs
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet, log_picture, write_png
+from lightning_aigc.callbacks.saving.save_result import set_aside_earlier_run
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.gradient_sync.transport.process_groups import errors_of_all_ranks
@@ -79,6 +80,7 @@ class SampleGrid(Callback):
             raise ConfigError("got SampleGrid seeds=[]; wanted at least one seed, or None")
         self.prompts = prompts
         self.every_n_steps = every_n_steps
+        self._has_unread = seeds is not None and (num_images, seed) != (4, 0)
         self.seeds = list(seeds) if seeds is not None else list(range(seed, seed + num_images))
         self.columns = columns or len(self.seeds)
         self.directory = directory
@@ -114,6 +116,8 @@ class SampleGrid(Callback):
             raise ConfigError(
                 "SampleGrid got no prompts; set its `prompts`, or model.init_args.validation_prompts, or leave it out"
             )
+        if self._has_unread:
+            rank_zero_warn("SampleGrid: num_images and seed change nothing while seeds is set; remove one or the other")
         self._folder = Path(self.directory or Path(trainer.default_root_dir) / "samples").expanduser()
         found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(c, SampleGrid) and c is not self and c._folder == self._folder for c in found):
@@ -136,6 +140,8 @@ class SampleGrid(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = trainer.global_step
         if trainer.global_step == 0:
+            if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                set_aside_earlier_run(trainer, pl_module)
             self._draw(trainer, pl_module)
 
     def on_train_batch_end(

@@ -192,13 +192,15 @@ def set_aside(directory: Path, after_step: int) -> None:
 
 
 def move_aside(paths: Sequence[Path], directory: Path) -> Path:
-    """Move files or folders into the first free `earlier-1`, `earlier-2`, ... of a directory, and return it."""
+    """Move files or folders of a directory into its first free `earlier-1`, `earlier-2`, ..., and return that."""
     number = 1
     while (aside := directory / f"earlier-{number}").exists():
         number += 1
     aside.mkdir()
     for path in paths:
-        path.rename(aside / path.name)
+        target = aside / path.relative_to(directory)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
     return aside
 
 

@@ -19,6 +19,7 @@ from lightning_aigc._lightning import (
     TrainerFn,
     _optimizer_handles_unscaling,
     rank_zero_info,
+    rank_zero_warn,
 )
 from lightning_aigc.devices import grad_scaler
 from lightning_aigc.precision.arguments import (
@@ -168,6 +169,12 @@ class FusedBackwardPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         self._stock_for(_device_of(model))
+        densities = self.input_grad_density, self.attention_grad_density
+        if self.protect and min(densities) == 1 and self.precision != "bf16-forward-fp16-backward":
+            rank_zero_warn(
+                "FusedBackwardPrecision: protect changes nothing where no gradient is computed with a loss; set"
+                " input_grad_density or attention_grad_density below 1, or remove protect"
+            )
         module = self._module
         swapped: Swapped | None = vars(module).get(SWAPPED) if module is not None else None
         if swapped is not None and self._device is not None:

@@ -289,6 +289,14 @@ def test_a_wrong_setting_is_named() -> None:
         AdaptiveLR(recovery_factor=2)
 
 
+def test_settings_that_change_nothing_are_named() -> None:
+    named = r"AdaptiveLR.max_raise: 3.0 changes nothing while search is false; set AdaptiveLR.search: true, or remove"
+    with pytest.warns(UserWarning, match=named):
+        fit(Optimized(torch.optim.SGD), [AdaptiveLR(search=False, max_raise=3.0)])
+    with pytest.warns(UserWarning, match=r"relative: false changes nothing while grad_norm_threshold is unset; set"):
+        fit(Optimized(torch.optim.SGD), [AdaptiveLR(grad_norm_threshold=None, relative=False)])
+
+
 def ranks_work(rank: int, folder: str) -> dict[str, Any]:
     """Two ranks with data of their own; in mode local even their gradients differ."""
     warnings.simplefilter("ignore")

@@ -27,7 +27,7 @@ from lightning_aigc.callbacks import (
     SaveLoRA,
 )
 from lightning_aigc.checkpoint import find_snapshots
-from lightning_aigc.errors import ModelError, SamplingTooSlow, UserError
+from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow, UserError
 from lightning_aigc.report.record import read_run
 from lightning_aigc.report.verdict import judge
 
@@ -282,6 +282,44 @@ def test_lora_files_on_the_way_are_named_by_step(tmp_path: Path) -> None:
     names = sorted(p.name for p in tmp_path.glob("*.safetensors"))
     assert names == ["painter.safetensors", "painter_step_000002.safetensors", "painter_step_000004.safetensors"]
     assert json.loads((tmp_path / "painter.safetensors").read_text())["steps"] == 5
+
+
+def test_the_newest_files_by_step_are_kept(tmp_path: Path) -> None:
+    others = ["painter_step_final.safetensors", "painter_2_step_000001.safetensors", "my_painter.safetensors"]
+    for name in others:
+        (tmp_path / name).write_text("of someone else", encoding="utf-8")
+    fit(tmp_path, SaveLoRA(every_n_steps=1, keep_last=2), steps=5)
+    own = ["painter.safetensors", "painter_step_000004.safetensors", "painter_step_000005.safetensors"]
+    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == sorted(own + others)
+    fit(tmp_path / "none", SaveLoRA(every_n_steps=1, keep_last=0), steps=2)
+    assert [p.name for p in (tmp_path / "none").glob("*.safetensors")] == ["painter.safetensors"]
+    with pytest.raises(ConfigError, match=r"SaveLoRA keep_last=-2; wanted -1 \(all\) or more"):
+        SaveLoRA(keep_last=-2)
+
+
+def test_a_run_that_begins_anew_sets_aside_what_would_pass_for_its_own(tmp_path: Path) -> None:
+    """An interrupted run leaves no earlier result, best weights, file by step, summary or sheet where its own go."""
+    callbacks = [RunReport(), SaveLoRA(every_n_steps=2), SampleGrid(["a zorp mug"], every_n_steps=2)]
+    fit(tmp_path, *callbacks, steps=4)
+    (tmp_path / "painter_best.safetensors").write_text("{}", encoding="utf-8")
+    (tmp_path / "samples" / "mine.png").write_bytes(b"an image of the user")
+
+    class Interrupted(Painter):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if self.global_step == 1:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(SystemExit):
+        fit(tmp_path, SaveLoRA(every_n_steps=2), SampleGrid(["a zorp mug"]), module=Interrupted(), steps=4)
+    names = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.suffix in (".safetensors", ".png"))
+    aside = ["painter", "painter_best", "painter_step_000002", "painter_step_000004"]
+    assert names == sorted([
+        *(f"earlier-1/{name}.safetensors" for name in aside),
+        *(f"earlier-1/samples/step_{step:06d}.png" for step in (0, 2, 4)),
+        "painter_step_000001.safetensors", "samples/mine.png", "samples/step_000000.png",
+    ])  # fmt: skip
+    assert (tmp_path / "earlier-1" / "summary.json").is_file() and not (tmp_path / "summary.json").exists()
 
 
 def test_a_run_that_is_interrupted_keeps_its_lora(tmp_path: Path) -> None:

@@ -224,6 +224,11 @@ def test_broken_pictures_raise_a_named_warning(tmp_path: Path, value: float, kin
     assert steps_of(tmp_path) == [0, 1]
 
 
+def test_a_number_of_images_with_seeds_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="num_images and seed change nothing while seeds is set"):
+        make_trainer(tmp_path, SampleGrid(["a"], seeds=[3, 4], num_images=2), max_steps=1).fit(Painter(), data())
+
+
 def test_settings_that_cannot_work_are_refused_before_training(tmp_path: Path) -> None:
     class NoSample(Painter):
         sample = None

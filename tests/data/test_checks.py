@@ -148,6 +148,7 @@ def test_a_share_out_of_range_is_refused(make, share):
 UNREAD = {
     "keep_tokens": 2, "prior_ratio": 0.5, "image_column": "photo", "dataset_split": "test", "prefetch_factor": 3,
     "enable_bucket": False, "min_bucket_reso": 64, "bucket_no_upscale": True, "source_fit": "own",
+    "caption_separator": ";", "caption_column": "caption",
 }  # fmt: skip
 
 
@@ -160,7 +161,11 @@ def test_arguments_that_change_nothing_are_notes_of_the_report(tools, make, fold
         "data.init_args.prior_ratio: 0.5 changes nothing while class_data_dir is unset; set"
         " data.init_args.class_data_dir: FOLDER, or remove prior_ratio",
         "data.init_args.source_fit changes nothing without sources of an edit; remove it",
-        *(f"data.init_args.{name}:" for name in UNREAD if name not in ("enable_bucket", "source_fit")),
+        "data.init_args.caption_separator changes nothing without shuffle_caption and trigger_word; set"
+        " data.init_args.shuffle_caption: true, or remove caption_separator",
+        "data.init_args.caption_column: caption changes nothing, because none of metadata.jsonl, captions.csv,"
+        " metadata.csv is in ",
+        *(f"data.init_args.{name}:" for name in list(UNREAD)[:7] if name != "enable_bucket"),
     ):
         assert line in said, line
     reads = {"shuffle_caption": True, "keep_tokens": 2, "min_bucket_reso": 64, "caption_separator": ";"}

@@ -80,8 +80,8 @@ ARGUMENTS = {
         "huber_c", "noise_offset", "prior_loss_weight", "use_ema", "ema_decay", "gradient_checkpointing", "base_dtype",
         "base_quantization", "base_quantization_skip", "vae_dtype", "revision", "variant", "validation_prompts",
         "validation_steps", "num_validation_images",
-        "validation_seed", "checkpointing_steps", "checkpoints_total_limit", "num_inference_steps", "guidance_scale",
-        "sample_time_limit_s", "output_name",
+        "validation_seed", "checkpointing_steps", "checkpoints_total_limit", "step_files_total_limit",
+        "num_inference_steps", "guidance_scale", "sample_time_limit_s", "output_name",
     ],
     ("lightning_aigc.diffusion", "StableDiffusionFineTuning"): [
         "pretrained_model_name_or_path", "trained_parts", "text_encoder_lr", "optimizer_in_backward", "save_dtype",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
-from lightning_aigc.atomic_file import errors_as_warnings
+from lightning_aigc.atomic_file import errors_as_warnings, warns_if_unwritten
 from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.checkpoint.resume import move_aside
 from lightning_aigc.checkpoint.session import session_of
-from lightning_aigc.errors import ModelError
+from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA, SavesModel
+from lightning_aigc.report.record import SUMMARY_FILE
 from lightning_aigc.sharding.local_parts import original_class
 
 
@@ -24,13 +27,16 @@ class SaveResult(Callback):
     Args:
         every_n_steps: Optimizer steps between the files on the way; 0 writes the last one only.
         output_name: Name without ending; unset means the module's `output_name`, or `unnamed`.
+        keep_last: Files on the way to keep, the newest ones; -1 keeps all, 0 writes only that of Ctrl-C.
     """
 
     unnamed = "model"
     """The name where neither the callback nor the module has one."""
 
-    def __init__(self, every_n_steps: int = 0, output_name: str | None = None) -> None:
-        self.every_n_steps, self.output_name = every_n_steps, output_name
+    def __init__(self, every_n_steps: int = 0, output_name: str | None = None, keep_last: int = -1) -> None:
+        if keep_last < -1:
+            raise ConfigError(f"got {type(self).__name__} keep_last={keep_last}; wanted -1 (all) or more")
+        self.every_n_steps, self.output_name, self.keep_last = every_n_steps, output_name, keep_last
         self._is_off = False
         self._last_step = 0
         self._started_at = 0.0
@@ -41,15 +47,21 @@ class SaveResult(Callback):
         check_output_name(self._name(pl_module), argument)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_off:
+            set_aside_earlier_run(trainer, pl_module)
         self._last_step, self._started_at = trainer.global_step, time.time()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if self.every_n_steps and not self._is_off and step > self._last_step and step % self.every_n_steps == 0:
+        is_due = self.every_n_steps and self.keep_last and step % self.every_n_steps == 0
+        if is_due and not self._is_off and step > self._last_step:
             self._last_step = step
             self._save(trainer, pl_module, f"_step_{step:06d}")
+            if trainer.is_global_zero and self.keep_last > 0:
+                with warns_if_unwritten("the removal of old files by step", Path(trainer.default_root_dir)):
+                    self._remove_old(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_off:
@@ -72,6 +84,13 @@ class SaveResult(Callback):
     def final_files(self, trainer: Trainer, pl_module: LightningModule) -> list[Path]:
         """The files that a finished run must have, for ExactSnapshot."""
         return [] if self._is_off else [self.file_path(trainer, pl_module)]
+
+    def _remove_old(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        found = result_files(Path(trainer.default_root_dir), self._name(pl_module), pl_module)
+        steps = sorted(step for step in set(found.values()) if 0 < step <= trainer.global_step)
+        for step in steps[: -self.keep_last]:
+            for path in (path for path, own in found.items() if own == step):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         with written_weights(pl_module) as writes:
@@ -97,6 +116,7 @@ MOST_BYTES = 200
 """File systems take 255, and the name gets endings such as `_step_000100.safetensors`."""
 TAKEN = frozenset(("snapshots", "samples", "guard", "checkpoints", "lightning_logs"))
 """Folders that a run writes next to its result; a ControlNet or pipeline folder of this name would replace one."""
+SHEETS = ("samples/step_[0-9]*.png", "guard/step_[0-9]*.png", "guard/before_after.png")
 
 
 def check_output_name(name: str, argument: str) -> None:
@@ -131,17 +151,51 @@ def best_path(trainer: Trainer, pl_module: LightningModule, default_name: str) -
     return Path(trainer.default_root_dir) / f"{name}_best.safetensors"
 
 
-def set_aside_best(trainer: Trainer, best: Path) -> None:
-    """Move the best weights of an earlier run to `earlier-1`: where they are, they would pass for this run's.
+def result_files(folder: Path, name: str, module: Any) -> dict[Path, int]:
+    """The files and folders of a module's result and of its best weights, with their step; 0 if not by step."""
+    wanted = re.compile(rf"{re.escape(name)}(_best|_step_(\d{{6,}}))?(\.diffusers)?(\.safetensors)?")
+    matches = {path: wanted.fullmatch(path.name) for path in sorted(folder.glob("*"))}
+    may_be_folder = isinstance(module, SavesModel)  # another folder of this name is not a result
+    return {
+        path: int(match[2] or 0)
+        for path, match in matches.items()
+        if match and (match[1] or may_be_folder or path.is_file())
+    }
 
-    Args:
-        best: the path from `best_path`; a model's folder has its name without the ending.
+
+_BEGUN: WeakSet[Trainer] = WeakSet()
+
+
+def set_aside_earlier_run(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Move an earlier run's results, summary and sheets to `earlier-1`: where they are, they would pass for this run's.
+
+    Each callback that writes at the start of a training calls it first; a resumed run keeps what is there.
     """
-    found = [best.with_suffix(""), best, best.with_suffix(".diffusers.safetensors")]
-    earlier = [path for path in found if path.exists()]
-    if earlier and trainer.is_global_zero:
-        aside = move_aside(earlier, best.parent)
-        rank_zero_info(f"the best weights of an earlier run, {earlier[0].name}, are in {aside} now")
+    if trainer in _BEGUN or trainer.global_step or not trainer.is_global_zero:
+        return
+    _BEGUN.add(trainer)
+    root = Path(trainer.default_root_dir)
+    found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    names = {callback._name(pl_module) for callback in found if isinstance(callback, SaveResult)}
+    names |= {pl_module.output_name} if isinstance(pl_module, HasOutputName) else {SaveLoRA.unnamed, SaveModel.unnamed}
+    results = {path for name in names for path in result_files(root, name, pl_module)}
+    sheets = [path for shown in SHEETS for path in sorted(root.glob(shown))]
+    _set_aside(sorted(results) + [path for path in [root / SUMMARY_FILE] if path.is_file()] + sheets, root)
+
+
+def set_aside_best(trainer: Trainer, pl_module: LightningModule, default_name: str) -> None:
+    """Move the best weights of an earlier run to `earlier-1`."""
+    best = best_path(trainer, pl_module, default_name)
+    if trainer.is_global_zero:
+        _set_aside(list(result_files(best.parent, best.stem, pl_module)), best.parent)
+
+
+def _set_aside(earlier: list[Path], root: Path) -> None:
+    if earlier:
+        with warns_if_unwritten("the start of the training", root / "earlier-1"):
+            aside = move_aside(earlier, root)
+            shown = " and ".join([earlier[0].name, *([f"{len(earlier) - 1} more"] if earlier[1:] else [])])
+            rank_zero_info(f"files of an earlier run, {shown}, are in {aside} now; delete them when no longer needed")
 
 
 class SaveLoRA(SaveResult):
@@ -152,6 +206,7 @@ class SaveLoRA(SaveResult):
     Args:
         every_n_steps: Optimizer steps between the files on the way; 0 writes the last one only.
         output_name: Name without ending; unset means the module's `output_name`, or lora.
+        keep_last: Files on the way to keep, the newest ones; -1 keeps all, 0 writes only that of Ctrl-C.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -161,8 +216,8 @@ class SaveLoRA(SaveResult):
 
     unnamed = "lora"
 
-    def __init__(self, every_n_steps: int = 500, output_name: str | None = None) -> None:
-        super().__init__(every_n_steps, output_name)
+    def __init__(self, every_n_steps: int = 500, output_name: str | None = None, keep_last: int = -1) -> None:
+        super().__init__(every_n_steps, output_name, keep_last)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -198,6 +253,7 @@ class SaveModel(SaveResult):
     Args:
         every_n_steps: Optimizer steps between the files on the way, each as large as the model; 0 writes the last only.
         output_name: Name without ending; unset means the module's `output_name`, or model.
+        keep_last: Files on the way to keep, the newest ones; -1 keeps all, 0 writes only that of Ctrl-C.
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -41,7 +41,7 @@ RULES: dict[str, Rule] = {
     "network.old_lokr_format": Unneeded("belongs to LoKr"),
     "network.*": common.LAYERS,
     "save.save_every": Take("model.checkpointing_steps", as_int),
-    "save.max_step_saves_to_keep": Take("model.checkpoints_total_limit", as_int),
+    "save.max_step_saves_to_keep": Take("model.step_files_total_limit", as_int),
     "save.dtype": Unneeded("a LoRA is written in float16 or its own dtype"),
     "save.save_format": Unneeded("results are .safetensors"),
     "save.*": HUB,

@@ -110,8 +110,7 @@ RULES: dict[str, Rule] = {
     "scale_weight_norms": Missing("norms are not limited"),
     "save_every_n_epochs": Missing("checkpointing_steps counts steps"),
     "save_n_epoch_ratio": Missing("checkpointing_steps counts steps"),
-    "save_last_n_epochs": Missing("checkpoints_total_limit counts files"),
-    "save_last_n_steps": Missing("checkpoints_total_limit counts files"),
+    "save_last_n_epochs": Missing("step_files_total_limit counts files"),
     "save_last_n_epochs_state": SNAPSHOT,
     "save_last_n_steps_state": SNAPSHOT,
     "save_state": SNAPSHOT,
@@ -402,6 +401,13 @@ def _take_training(keys: dict[str, Any], found: Imported) -> None:
         found.take(
             "max_train_steps", "model.max_train_steps", steps, "" if "max_train_steps" in keys else "its default"
         )
+    if keys.get("save_last_n_steps"):
+        every = as_int(keys.get("save_every_n_steps") or 0)
+        if every:
+            files = as_int(keys["save_last_n_steps"]) // every + 1
+            found.take("save_last_n_steps", "model.step_files_total_limit", files, "counts files")
+        else:
+            found.unneeded("save_last_n_steps", "save_every_n_steps is not set")
     if keys.get("lr_warmup_steps"):
         common.take_warmup(found, "lr_warmup_steps", keys["lr_warmup_steps"])
     common.take_precision(found, "mixed_precision", keys.get("mixed_precision"), "no")

@@ -97,9 +97,9 @@ def check_batch(material: Material) -> list[str]:
     if not items or material.batch_size * devices <= items:
         return []
     where = f" on each of {devices} devices" if devices > 1 else ""
-    remedy = f"set data.init_args.train_batch_size to {max(1, items // (2 * devices))} or less"
+    remedy = f"set data.init_args.train_batch_size: {max(1, items // (2 * devices))}"
     if items < 2 * devices:
-        remedy = "set trainer.devices: 1, and data.init_args.train_batch_size to half of the images or less"
+        remedy = "set trainer.devices: 1"
     return [
         f"a batch takes {material.batch_size} images{where} and an epoch has {items}: every step sees them all, and "
         f"steps differ by their noise alone; {remedy}"

@@ -110,7 +110,15 @@ def check_choices(given: dict[str, Any]) -> None:
 
 def unread_arguments(given: dict[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each argument that is given and no other argument reads."""
-    return unread_settings(given, defaults, READERS, "data.init_args")
+    said = unread_settings(given, defaults, READERS, "data.init_args")
+    if given["caption_separator"] != defaults["caption_separator"] and not (
+        given["shuffle_caption"] or given["trigger_word"]
+    ):
+        said.append(
+            "data.init_args.caption_separator changes nothing without shuffle_caption and trigger_word; set"
+            " data.init_args.shuffle_caption: true, or remove caption_separator"
+        )
+    return said
 
 
 def check_seen_sources(given: dict[str, Any], title: str) -> None:

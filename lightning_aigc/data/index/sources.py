@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_aigc.data.captions.caption_files import CaptionFiles
 from lightning_aigc.data.captions.captions import clean_caption
-from lightning_aigc.data.captions.listed_captions import UNREAD, ListedCaptions
+from lightning_aigc.data.captions.listed_captions import CAPTION_KEY, UNREAD, ListedCaptions
 from lightning_aigc.data.images.image_file import PICTURE_SUFFIXES, PictureInfo, looks_like_a_picture
 from lightning_aigc.data.index.filenames import comparable, printable
 from lightning_aigc.errors import DataError
@@ -101,6 +101,11 @@ def find_pictures(
                 found.unread_tables.append(printable(path.relative_to(folder).as_posix()))
     texts = CaptionFiles(folder, [*tables, *sidecars.values()], encoding, found.notes, found.caption_problems)
     found.encoding = texts.encoding
+    if caption_key != CAPTION_KEY and not tables and argument == "train_data_dir":
+        found.notes.append(
+            f"data.init_args.caption_column: {caption_key} changes nothing, because none of {', '.join(TABLES)} is"
+            f" in {printable(folder)}; remove caption_column"
+        )
     captions = ListedCaptions(folder, caption_key, found.notes, found.caption_problems)
     for path in tables:
         read = captions.read_jsonl if path.suffix.lower() == ".jsonl" else captions.read_csv

@@ -240,7 +240,7 @@ class LoRA(Method):
         return {"text_encoders": nn.ModuleList(components.text_encoders)}
 
     def saver(self, settings: TrainingSettings) -> Callback:
-        return SaveLoRA(every_n_steps=settings.checkpointing_steps)
+        return SaveLoRA(settings.checkpointing_steps, keep_last=settings.step_files_total_limit)
 
 
 class DiffusionLoRA(DiffusionTraining):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_aigc._lightning import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning_aigc._lightning import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar, rank_zero_warn
 from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot, RunProgress, RunReport, SampleGrid
+from lightning_aigc.callbacks.saving.save_result import SaveResult
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 
 ALL = 10**9
+LIMITS: dict[str, type[Callback]] = {"checkpoints_total_limit": ExactSnapshot, "step_files_total_limit": SaveResult}
+"""Settings that the default callback of a class reads."""
 
 
 def has_default_snapshots(trainer: Any, settings: TrainingSettings) -> bool:
@@ -38,6 +41,13 @@ def default_callbacks(trainer: Any, settings: TrainingSettings, saver: Callback)
     if has_default_snapshots(trainer, settings):
         limit = settings.checkpoints_total_limit
         wanted.append(ExactSnapshot(settings.checkpointing_steps, keep_last=ALL if limit < 0 else limit))
+    for setting, kind in LIMITS.items():
+        own = next((callback for callback in given if isinstance(callback, kind)), None)
+        if own is not None and getattr(settings, setting) != TrainingSettings.__dataclass_fields__[setting].default:
+            rank_zero_warn(
+                f"model.init_args.{setting} changes nothing, because trainer.callbacks has {type(own).__name__}; set"
+                f" its keep_last: {getattr(settings, setting)} instead"
+            )
     wanted = [c for c in wanted if not any(isinstance(g, type(c)) for g in given)]
     for callback in list(given):
         if type(callback) in (TQDMProgressBar, RichProgressBar):

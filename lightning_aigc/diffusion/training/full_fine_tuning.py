@@ -59,7 +59,7 @@ class FullWeights(Method):
         return OptimizerInBackward(build, groups)
 
     def saver(self, settings: TrainingSettings) -> Callback:
-        return SaveModel(every_n_steps=self.save_every_n_steps)
+        return SaveModel(self.save_every_n_steps, keep_last=settings.step_files_total_limit)
 
 
 @dataclass

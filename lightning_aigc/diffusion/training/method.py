@@ -22,7 +22,10 @@ from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.image_sizes import check_sources
 from lightning_aigc.diffusion.training.preservation import Preservation
 from lightning_aigc.diffusion.training.settings import READERS, TrainingSettings
+from lightning_aigc.embedded.folders import resolve
 from lightning_aigc.setting_checks import Readers, unread_settings
+
+CONTROLNET_SOURCE = "controlnet_model_name_or_path"
 
 
 @dataclass
@@ -104,6 +107,9 @@ class Method(ABC):
                 f"{module_name} does not read the data's conditions; train a DiffusionControlNet, or set"
                 " data.init_args.conditioning_data_dir: null"
             )
+        sources = (settings.pretrained_model_name_or_path, settings.denoiser_file, given.get(CONTROLNET_SOURCE))
+        if settings.revision is not None and all(resolve(name).exists() for name in sources if name):
+            said.append("model.init_args.revision changes nothing for files of this disk; remove it")
         if settings.prior_loss_weight != 1 and getattr(data, "has_class_images", True) is False:
             said.append(
                 "model.init_args.prior_loss_weight changes nothing without class images; set"

@@ -121,7 +121,7 @@ def limit_steps(trainer: Trainer, max_train_steps: int | None) -> None:
         loop.epoch_loop.max_steps = max_train_steps
         if loop.max_epochs == UNSET_EPOCHS:
             loop.max_epochs = -1
-    elif max_train_steps not in (None, loop.max_steps):
+    elif max_train_steps not in (None, loop.max_steps) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         rank_zero_info(
             f"the run ends at step {loop.max_steps}, trainer.max_steps, and not at model.init_args.max_train_steps="
             f"{max_train_steps}"

@@ -24,7 +24,7 @@ IGNORED_ON_RESUME = frozenset(
     (
         "max_train_steps", "output_name", "validation_prompts", "validation_sources", "validation_steps",
         "num_validation_images", "validation_seed", "num_inference_steps", "guidance_scale", "sample_time_limit_s",
-        "checkpointing_steps", "checkpoints_total_limit", "gradient_checkpointing",
+        "checkpointing_steps", "checkpoints_total_limit", "step_files_total_limit", "gradient_checkpointing",
     )
 )  # fmt: skip
 """Settings that do not change the bits of a training."""
@@ -73,7 +73,8 @@ class TrainingSettings(ObjectiveSettings):
         num_validation_images: Sample images per prompt.
         validation_seed: Seed of the first sample image; the next images count up from it.
         checkpointing_steps: Optimizer steps between checkpoints.
-        checkpoints_total_limit: Checkpoints to keep; -1 keeps all, 0 writes none. Files of the result are all kept.
+        checkpoints_total_limit: Checkpoints to keep; -1 keeps all, 0 writes none.
+        step_files_total_limit: Files of the result by step to keep; -1 keeps all, 0 writes only that of Ctrl-C.
         num_inference_steps: Denoising steps of a sample image.
         guidance_scale: Classifier-free guidance of a sample image.
         sample_resolution: Pixels per side of a sample image; unset is the pipeline's own, mostly 1024.
@@ -103,6 +104,7 @@ class TrainingSettings(ObjectiveSettings):
     validation_seed: int = 0
     checkpointing_steps: int = 500
     checkpoints_total_limit: int = 3
+    step_files_total_limit: int = -1
     num_inference_steps: int = 25
     guidance_scale: float = 7.5
     sample_resolution: int | None = None
@@ -118,10 +120,9 @@ class TrainingSettings(ObjectiveSettings):
         check_positive(self, "learning_rate", "max_train_steps")
         check_not_negative(self, "prior_loss_weight", "lr_warmup_steps", "guidance_scale")
         check_share(self, "ema_decay")
-        if self.checkpoints_total_limit < -1:
-            raise ModelError(
-                f"model.init_args.checkpoints_total_limit must be at least -1 (all), got {self.checkpoints_total_limit}"
-            )
+        for name in ("checkpoints_total_limit", "step_files_total_limit"):
+            if getattr(self, name) < -1:
+                raise ModelError(f"model.init_args.{name} must be at least -1 (all), got {getattr(self, name)}")
         check_output_name(self.output_name, "model.init_args.output_name")
         if self.vae_dtype not in ("float32", "bfloat16"):
             raise ModelError(f"model.init_args.vae_dtype must be float32 or bfloat16, got {self.vae_dtype}")

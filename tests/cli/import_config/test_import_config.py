@@ -51,6 +51,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         ],
         "model.validation_steps": 250,
         "model.checkpointing_steps": 250,
+        "model.step_files_total_limit": 4,
         "model.num_inference_steps": 20,
         "model.guidance_scale": 4.0,
         "model.output_name": "my_first_flux_lora_v1",

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 from transformers import Adafactor
 
 from fakes.models.pipelines import make_batch
-from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.callbacks import ExactSnapshot, SaveLoRA
 from lightning_aigc.diffusion import FullFineTuning, LoRA, StableDiffusionFineTuning, StableDiffusionLoRA
+from lightning_aigc.diffusion.training.default_callbacks import default_callbacks
 from lightning_aigc.diffusion.training.optimization import build_schedule, read_scheduler
 from lightning_aigc.errors import ModelError
 from lightning_aigc.schedulers.deepspeed_rates import WarmupDecayLR
@@ -135,6 +136,22 @@ def test_a_warm_up_of_a_scheduler_class_and_sources_of_a_model_without_edits_are
         build_schedule(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1e-3), constant, 3, 20)
     with pytest.raises(ModelError, match=r"validation_sources: SD 1\.5 draws from text alone; remove it"):
         fit(make_module(sd, validation_prompts=["a mug"], validation_sources=["mug.png"]), tmp_path, max_steps=1)
+
+
+def test_limits_that_an_own_callback_replaces_and_a_revision_of_a_folder_are_named(sd: str, tmp_path: Path) -> None:
+    named = unread_in_a_fit(make_module(sd, revision="fp16"), tmp_path)
+    assert named == ["model.init_args.revision changes nothing for files of this disk; remove it"]
+    module = make_module(sd, checkpoints_total_limit=5, step_files_total_limit=2)
+    own: Any = [ExactSnapshot(every_n_steps=5), SaveLoRA()]
+    trainer = Trainer(default_root_dir=tmp_path, callbacks=own, logger=False)
+    with pytest.warns(UserWarning) as found:
+        default_callbacks(trainer, module.settings, SaveLoRA())
+    assert [str(each.message) for each in found] == [
+        "model.init_args.checkpoints_total_limit changes nothing, because trainer.callbacks has ExactSnapshot; set its"
+        " keep_last: 5 instead",
+        "model.init_args.step_files_total_limit changes nothing, because trainer.callbacks has SaveLoRA; set its"
+        " keep_last: 2 instead",
+    ]
 
 
 def test_settings_that_are_read_are_not_named(sd: str, tmp_path: Path) -> None:
