@@ -144,7 +144,7 @@ def test_limits_that_an_own_callback_replaces_and_a_revision_of_a_folder_are_nam
     module = make_module(sd, checkpoints_total_limit=5, step_files_total_limit=2)
     own: Any = [ExactSnapshot(every_n_steps=5), SaveLoRA()]
     trainer = Trainer(default_root_dir=tmp_path, callbacks=own, logger=False)
-    with pytest.warns(UserWarning) as found:
+    with pytest.warns(UserWarning, match="total_limit changes nothing") as found:
         default_callbacks(trainer, module.settings, SaveLoRA())
     assert [str(each.message) for each in found] == [
         "model.init_args.checkpoints_total_limit changes nothing, because trainer.callbacks has ExactSnapshot; set its"
