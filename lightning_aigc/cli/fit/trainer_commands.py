@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 from lightning_aigc._third_party_imports import delay_torchmetrics
@@ -88,9 +89,31 @@ def _refused(sentence: str) -> int:
     """Print an error, tell it to ranks that wait for this one, and return the exit status."""
     from lightning_aigc.strategies.rendezvous import tell_others
 
-    print(f"error: {redact_text(sentence)}", file=sys.stderr, flush=True)
+    if not _is_said_by_first_rank(sentence):
+        print(f"error: {redact_text(sentence)}", file=sys.stderr, flush=True)
     tell_others(sentence)
     return 1
+
+
+def _is_said_by_first_rank(sentence: str) -> bool:
+    """Whether the first rank of this node prints the same error, as it does for data that all ranks refuse."""
+    import torch.distributed as dist
+
+    local, node = (
+        next((value for name in names if (value := os.environ.get(name))), "")
+        for names in (("LOCAL_RANK", "SLURM_LOCALID"), ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID"))
+    )
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    store, key = dist.distributed_c10d._get_default_store(), f"lightning_aigc/refused/{node}"
+    try:
+        if local in ("", "0"):
+            store.set(key, sentence)
+            return False
+        store.wait([key], timedelta(seconds=2))
+        return bool(store.get(key).decode() == sentence)
+    except RuntimeError:  # the first rank has no error, or the store's process has ended
+        return False
 
 
 def lost_rank_sentence(error: RuntimeError) -> str | None:

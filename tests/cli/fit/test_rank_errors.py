@@ -73,6 +73,17 @@ def test_what_one_rank_refuses_all_ranks_say(
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
+def test_an_error_of_all_ranks_is_printed_once(quick_config: dict[str, Any], tmp_path: Path) -> None:
+    path, nowhere = write(quick_config, tmp_path), str(tmp_path / "nowhere")
+    config = yaml.safe_load(path.read_text())
+    config["data"]["init_args"]["train_data_dir"] = nowhere
+    path.write_text(yaml.safe_dump(config))
+    launched = {"TORCHELASTIC_RUN_ID": "1"}
+    ends = run_ranks(fit, 2, tmp_path / "ranks", str(path), 0, [], gloo=False, environment=launched)
+    assert [code for code, _, _ in ends] == [1, 1]
+    assert [said.count(f"error: the image folder {nowhere} does not exist") for _, said, _ in ends] == [1, 0]
+
+
 def fail_apart(rank: int, where: str) -> list[str]:
     """Errors of two ranks of which one fails where each works alone, before a collective of both."""
     from lightning_aigc.data.cache import encoded_caches
