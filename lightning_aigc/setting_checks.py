@@ -52,7 +52,7 @@ def unread_settings(
         where: The key in front of the names.
     """
     return [
-        f"{where}.{name}: {_yaml(given[name])} changes nothing while {reader} is {_yaml(given[reader])};"
+        f"{where}.{name}: {as_yaml(given[name])} changes nothing while {reader} is {as_yaml(given[reader])};"
         f"{f' set {where}.{reader}: {on}, or' if on else ''} remove {name}"
         for name, (reader, off, on) in readers.items()
         if _plain(given[name]) != _plain(defaults[name]) and given[reader] in off
@@ -63,7 +63,8 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """A value as one types it in a YAML; `unset` for None."""
     if value is None:
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -71,7 +71,7 @@ class NPUAccelerator(Accelerator):
             count = len(strategy.parallel_devices or ())
             raise ConfigError(
                 f"{type(strategy).__name__} got {count} npu, wanted cuda or cpu, as it opens a CUDA stream; train on"
-                " several NPUs with strategy='npu_sparse'"
+                " several NPUs with strategy: npu_sparse"
             )
 
     def setup(self, trainer: Trainer) -> None:

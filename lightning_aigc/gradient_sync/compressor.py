@@ -92,9 +92,9 @@ class GradientCompressor:
             raise ConfigError(f"strategy must be layer_wise_adaptive or uniform, got {strategy!r}")
         written = {}
         if sparsity_target is not None:
-            written["sparsity"] = f"sparsity_target={sparsity_target}"
+            written["sparsity"] = f"sparsity_target: {sparsity_target}"
         if strategy is not None:
-            written["layer_wise_adaptive"] = f"{strategy=}"
+            written["layer_wise_adaptive"] = f"strategy: {strategy}"
         mode, self._notes = resolve_mode(mode, written)
         try:
             self.options = SyncOptions(

@@ -21,6 +21,7 @@ from lightning_aigc.cluster.modes import (
     average_bytes,
 )
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.setting_checks import as_yaml
 from lightning_aigc_kernels.protection import GradientProtection
 
 READ_BY_MODES: dict[str, tuple[str, ...]] = {
@@ -193,7 +194,7 @@ def resolve_mode(mode: Mode | None, written: Mapping[str, str]) -> tuple[Mode, l
         return mode or DEFAULT_MODE, []
     return "sparse", [
         f"mode sparse, because {' and '.join(written.values())} asks for it: what is not sent waits for a later step, "
-        f"which costs loss. mode={DEFAULT_MODE!r}, the default without it, costs almost none; mode='sparse' keeps this "
+        f"which costs loss. mode: {DEFAULT_MODE}, the default without it, costs almost none; mode: sparse keeps this "
         "without the warning"
     ]
 
@@ -208,14 +209,14 @@ def unused_options(options: SyncOptions, written: Mapping[str, str] = {}) -> lis
         value = getattr(options, name)
         is_given = name in written or value != FIELDS[name].default
         if options.mode not in modes and is_given:
-            option = written.get(name, f"{name}={value!r}")
+            option = written.get(name, f"{name}: {as_yaml(value)}")
             sentences.append(
-                f"{option} changes nothing in mode {options.mode}: write mode={' or mode='.join(map(repr, modes))} to "
+                f"{option} changes nothing in mode {options.mode}: write mode: {' or mode: '.join(modes)} to "
                 "have it, or leave it out"
             )
     if options.warmup_steps and options.mode in ("dense", "local"):
         sentences.append(
-            f"warmup_steps={options.warmup_steps} changes nothing in mode {options.mode}, which compresses no"
+            f"warmup_steps: {options.warmup_steps} changes nothing in mode {options.mode}, which compresses no"
             " gradients: leave it out, or write another mode"
         )
     if options.mode == "local":
@@ -230,8 +231,8 @@ def _unused_by_average(options: SyncOptions) -> list[str]:
         "error_feedback_decay": tuple(name for name in AVERAGE_BITS if name != "float32"),
     }
     return [
-        f"{name}={getattr(options, name)!r} changes nothing with average={options.average!r}: write "
-        f"average={' or average='.join(map(repr, formats))} to have it, or leave it out"
+        f"{name}: {as_yaml(getattr(options, name))} changes nothing with average: {options.average}: write "
+        f"average: {' or average: '.join(formats)} to have it, or leave it out"
         for name, formats in reads.items()
         if options.average not in formats and getattr(options, name) != FIELDS[name].default
     ]

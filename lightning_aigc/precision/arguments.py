@@ -40,30 +40,32 @@ def check_arguments(
         raise ConfigError(f"strict must be true or false, got {strict!r}")
     if strict and memory == "off":
         raise ConfigError(
-            "strict=True refuses blocks that run their class's forward, and with memory='off' all do; use"
-            " memory='balanced', or strict=False"
+            "strict: true refuses blocks that run their class's forward, and with memory: off all do; use"
+            " memory: balanced, or strict: false"
         )
     if not isinstance(offload, bool):
         raise ConfigError(f"offload must be true or false, got {offload!r}")
     if not isinstance(graph, bool) and graph != "auto":
         raise ConfigError(f"graph must be auto, true or false, got {graph!r}")
     if graph is True and offload:
-        raise ConfigError("graph=True cannot record offload's copies to host memory; set offload or graph to false")
+        raise ConfigError("graph: true cannot record offload's copies to host memory; set offload or graph to false")
     if offload and memory != "max":
         raise ConfigError(
-            f"offload moves the blocks' inputs, which are what memory='max' keeps, got memory={str(memory)!r};"
-            " set memory='max', or leave offload out"
+            f"offload moves the blocks' inputs, which are what memory: max keeps, got memory: {memory};"
+            " set memory: max, or leave offload out"
         )
     for name, density in densities.items():
         is_number = isinstance(density, (int, float)) and not isinstance(density, bool)
         if not is_number or not 0 < density <= 1:  # written so that NaN fails too
             raise ConfigError(f"{name} must be in (0, 1], got {density!r}; 1 keeps every entry")
         if density != 1 and memory == "off":
-            raise ConfigError(f"{name}={density} needs the fused backward, and memory='off' has none; use 'balanced'")
+            raise ConfigError(
+                f"{name}: {density} needs the fused backward, and memory: off has none; use memory: balanced"
+            )
     if precision == "bf16-forward-fp16-backward" and memory == "off":
         raise ConfigError(
-            "bf16-forward-fp16-backward computes float16 products in the fused backward, and memory='off' has none;"
-            " use memory='balanced', or precision='bf16-mixed'"
+            "bf16-forward-fp16-backward computes float16 products in the fused backward, and memory: off has none;"
+            " use memory: balanced, or precision: bf16-mixed"
         )
 
 

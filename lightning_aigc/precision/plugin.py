@@ -211,7 +211,7 @@ class FusedBackwardPrecision(Precision):
 
         self._remove_graphs()
         if graphs is None and device.type not in KERNEL_DEVICES:
-            rank_zero_info(f"graph=True: {device.type} has no graphs; the model runs eagerly")
+            rank_zero_info(f"graph: true, but {device.type} has no graphs; the model runs eagerly")
             return
         graphs = graphs or DeviceGraphs(device)
         self._graphed = [GraphedRoot(root, graphs) for root in graph_roots(module)]

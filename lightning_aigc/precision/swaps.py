@@ -58,7 +58,7 @@ class Swapped:
         self.device = device
         self._lay_out()
         if self.strict and device.type in KERNEL_DEVICES and any(map(why_no_kernel, KERNELS)):
-            raise ConfigError(f"strict=True, but {kernels_on(device)}; install Triton for it, or strict=False")
+            raise ConfigError(f"strict: true, but {kernels_on(device)}; install Triton for it, or set strict: false")
 
     def _lay_out(self) -> None:
         """Keep the frozen convolutions' weights in channels_last where the device multiplies in it.
@@ -183,7 +183,7 @@ def swap_forwards(
             swapped.left_alone[kind, reason] += 1
             if strict:
                 swapped.restore()
-                raise ConfigError(f"strict=True, but {match.name} ({kind}) cannot be swapped: {reason}") from None
+                raise ConfigError(f"strict: true, but {match.name} ({kind}) cannot be swapped: {reason}") from None
         before, after = (rule.unit(module) * units for units in (rule.native_units, rule.saved_units[memory]))
         if module not in outer_is_swapped:
             inside = _modules_counted_in(module)

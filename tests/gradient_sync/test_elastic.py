@@ -367,7 +367,7 @@ def test_a_run_with_another_job_is_refused_and_a_lost_store_is_named() -> None:
     ("options", "said"),
     [
         ({"rendezvous": "here"}, "rendezvous must be HOST:PORT, such as 10.0.0.1:29400; got 'here'"),
-        ({"mode": "int3"}, "rendezvous wants mode='local', whose runs step on their own; got mode='int3'"),
+        ({"mode": "int3"}, "rendezvous wants mode: local, whose runs step on their own; got mode: int3"),
         ({"overlap_average": True}, "rendezvous and overlap_average exclude each other"),
         ({"min_ranks": 0}, "min_ranks must be at least 1, got 0"),
         ({"min_ranks": 2, "rendezvous": None}, "min_ranks=2 counts the runs at a rendezvous, which is not set"),
@@ -381,6 +381,6 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str)
 def test_a_run_of_several_ranks_is_refused() -> None:
     place = MeetingPlace.of("127.0.0.1:1", 1, SyncOptions("local"))
     place.refuse_ranks(1)
-    assert "joins runs of one rank each, and this run has 2; start each with devices=1" in refusal(
+    assert "joins runs of one rank each, and this run has 2; start each with devices: 1" in refusal(
         lambda: place.refuse_ranks(2)
     )

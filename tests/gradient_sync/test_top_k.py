@@ -234,11 +234,11 @@ def test_options_that_the_averages_do_not_read_are_named() -> None:
     assert unused_options(SyncOptions(**WITH_DECAY)) == []
     sentences = unused_options(SyncOptions("local", average="int3", top_k=128))
     assert sentences == [
-        "top_k=128 changes nothing with average='int3': write average='top_k' to have it, or leave it out"
+        "top_k: 128 changes nothing with average: int3: write average: top_k to have it, or leave it out"
     ]
     (sentence,) = unused_options(SyncOptions("local", error_feedback_decay=0.9))
-    assert "error_feedback_decay=0.9 changes nothing with average='float32'" in sentence
+    assert "error_feedback_decay: 0.9 changes nothing with average: float32" in sentence
     for mode in ("dense", "local"):
         (sentence,) = unused_options(SyncOptions(mode, warmup_steps=20))
-        assert f"warmup_steps=20 changes nothing in mode {mode}" in sentence
+        assert f"warmup_steps: 20 changes nothing in mode {mode}" in sentence
     assert unused_options(SyncOptions("int3", warmup_steps=20)) == []

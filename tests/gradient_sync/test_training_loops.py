@@ -167,22 +167,22 @@ def test_the_documented_loop_trains_all_ranks_alike(loop: str, of_loops: list[An
 
 def test_an_argument_that_the_mode_does_not_look_at_is_said_once_and_by_its_name(of_loops: list[Any]) -> None:
     assert of_loops[1]["heard"] == []
-    sparse = "mode='sparse' or mode='sparse_int8' or mode='sparse_int4' to have it, or leave it out"
+    sparse = "mode: sparse or mode: sparse_int8 or mode: sparse_int4 to have it, or leave it out"
     assert of_loops[0]["heard"] == [
-        f"GradientCompressor: sparsity_target=0.95 changes nothing in mode int3: write {sparse}",
-        f"GradientCompressor: strategy='uniform' changes nothing in mode int3: write {sparse}",
-        "GradientCompressor: outer_momentum=0.5 changes nothing in mode int3: write mode='local' to have it, or leave "
+        f"GradientCompressor: sparsity_target: 0.95 changes nothing in mode int3: write {sparse}",
+        f"GradientCompressor: strategy: uniform changes nothing in mode int3: write {sparse}",
+        "GradientCompressor: outer_momentum: 0.5 changes nothing in mode int3: write mode: local to have it, or leave "
         "it out",
-        "GradientCompressor: mode sparse, because sparsity_target=0.75 and strategy='layer_wise_adaptive' asks for it: "
-        "what is not sent waits for a later step, which costs loss. mode='int3', the default without it, costs almost "
-        "none; mode='sparse' keeps this without the warning",
+        "GradientCompressor: mode sparse, because sparsity_target: 0.75 and strategy: layer_wise_adaptive asks for it: "
+        "what is not sent waits for a later step, which costs loss. mode: int3, the default without it, costs almost "
+        "none; mode: sparse keeps this without the warning",
     ]
 
 
 def test_the_articles_words_sparsify_and_the_report_says_so(of_loops: list[Any]) -> None:
     for mode, report in (row["article's words"] for row in of_loops):
         assert mode == "sparse"
-        assert "gradient sync: mode sparse\nmode sparse, because sparsity_target=0.75 and " in report
+        assert "gradient sync: mode sparse\nmode sparse, because sparsity_target: 0.75 and " in report
 
 
 def test_sparse_gradients_are_refused_before_training(of_loops: list[Any]) -> None:

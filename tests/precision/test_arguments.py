@@ -31,14 +31,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"protect": [3]}, "protect must hold module-name patterns .*, got 3"),
     ({"protect": [""]}, "protect must hold module-name patterns .*, got ''"),
     ({"strict": "yes"}, "strict must be true or false, got 'yes'"),
-    ({"strict": True, "memory": "off"}, "with memory='off' all do; use memory='balanced', or strict=False"),
+    ({"strict": True, "memory": "off"}, "with memory: off all do; use memory: balanced, or strict: false"),
     ({"input_grad_density": 0.0}, r"input_grad_density must be in \(0, 1\], got 0.0"),
     ({"input_grad_density": float("nan")}, r"input_grad_density must be in \(0, 1\], got nan"),
     ({"attention_grad_density": 1.5}, r"attention_grad_density must be in \(0, 1\], got 1.5"),
     ({"attention_grad_density": True}, r"attention_grad_density must be in \(0, 1\], got True"),
     ({"attention_grad_density": "1"}, r"attention_grad_density must be in \(0, 1\], got '1'"),
-    ({"memory": "off", "input_grad_density": 0.5}, "input_grad_density=0.5 needs .* memory='off' has none; use"),
-    ({"precision": "bf16-forward-fp16-backward", "memory": "off"}, "memory='off' has none; use memory='balanced'"),
+    ({"memory": "off", "input_grad_density": 0.5}, "input_grad_density: 0.5 needs .* memory: off has none; use"),
+    ({"precision": "bf16-forward-fp16-backward", "memory": "off"}, "memory: off has none; use memory: balanced"),
 ]
 
 

@@ -257,7 +257,7 @@ def test_an_argument_that_the_mode_does_not_look_at_is_said_once(both: list[Any]
     lines = [[line for line in row["said"] if "changes nothing" in line] for row in both]
     assert lines[1] == []
     assert len(lines[0]) == 1
-    assert lines[0][0].startswith("npu_sparse: sparsity=0.95 changes nothing in mode int3: write mode='sparse'")
+    assert lines[0][0].startswith("npu_sparse: sparsity: 0.95 changes nothing in mode int3: write mode: sparse")
 
 
 def test_every_fit_lets_go_of_its_process_groups(both: list[Any]) -> None:

@@ -106,7 +106,7 @@ def build_schedule(
     steps = int(total_steps) if has_end else None
     if steps is not None and warmup_steps >= steps > 1:  # one step is a dry run
         rank_zero_warn(
-            f"the learning rate stays low: it rises over model.init_args.lr_warmup_steps={warmup_steps}, and"
+            f"the learning rate stays low: it rises over model.init_args.lr_warmup_steps: {warmup_steps}, and"
             f" the run has {steps} steps; set lr_warmup_steps: {steps // 10}, or train longer"
         )
     from diffusers.optimization import get_scheduler

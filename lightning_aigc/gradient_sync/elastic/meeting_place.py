@@ -32,11 +32,11 @@ class MeetingPlace:
         if min_ranks < 1:
             raise ConfigError(f"min_ranks must be at least 1, got {min_ranks}")
         if options.mode != "local":
-            raise ConfigError(f"rendezvous wants mode='local', whose runs step on their own; got mode={options.mode!r}")
+            raise ConfigError(f"rendezvous wants mode: local, whose runs step on their own; got mode: {options.mode}")
         if options.overlap_average:
             raise ConfigError(
                 "rendezvous and overlap_average exclude each other: a run that leaves would take an average that still "
-                "travels with it; write overlap_average=False"
+                "travels with it; write overlap_average: false"
             )
         return cls(address, min_ranks)
 
@@ -44,8 +44,8 @@ class MeetingPlace:
         """Raises: ConfigError for a run of several ranks."""
         if ranks > 1:
             raise ConfigError(
-                f"rendezvous joins runs of one rank each, and this run has {ranks}; start each with devices=1 and "
-                "num_nodes=1, outside torchrun"
+                f"rendezvous joins runs of one rank each, and this run has {ranks}; start each with devices: 1 and "
+                "num_nodes: 1, outside torchrun"
             )
 
     def make_sync(

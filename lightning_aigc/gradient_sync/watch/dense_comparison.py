@@ -35,5 +35,5 @@ def compare(dense_s: float, step_s: float, average_s: float) -> str:
     return (
         f"plain DDP is as fast here: dense gradients would take {1e3 * dense_s:.1f} ms of a step of "
         f"{1e3 * step_s:.1f} ms, and backward hides most of that; averages take {1e3 * average_s:.1f} ms a step. Dense "
-        "loses nothing: use strategy='ddp', and mode local between machines with a slow link"
+        "loses nothing: use strategy: ddp, and mode local between machines with a slow link"
     )

@@ -96,7 +96,7 @@ def test_a_trainers_max_steps_and_another_max_train_steps_are_both_named(
 
 
 def test_a_warm_up_that_the_run_does_not_end_is_named_before_the_first_step() -> None:
-    with pytest.warns(UserWarning, match=r"lr_warmup_steps=500, and the run has 20 steps; set lr_warmup_steps: 2,"):
+    with pytest.warns(UserWarning, match=r"lr_warmup_steps: 500, and the run has 20 steps; set lr_warmup_steps: 2,"):
         build_schedule(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1e-3), "constant", 500, 20)
 
 

@@ -337,7 +337,7 @@ def test_on_a_cpu_the_model_runs_eagerly_and_says_so(caplog: pytest.LogCaptureFi
     run = Run(two_levels, "off")
     with caplog.at_level(logging.INFO):
         run.plugin.record_graphs(run.model, torch.device("cpu"))
-    assert "graph=True: cpu has no graphs; the model runs eagerly" in caplog.text
+    assert "graph: true, but cpu has no graphs; the model runs eagerly" in caplog.text
     assert run.plugin._graphed == []
 
 

@@ -113,7 +113,7 @@ def test_on_a_cpu_nothing_is_copied_and_nothing_changes(name: str) -> None:
 
 @pytest.mark.parametrize("memory", ["off", "balanced", "lean", "fit", {"kept": 0.2}])
 def test_other_levels_are_refused_because_they_keep_more_than_inputs(memory: Any) -> None:
-    with pytest.raises(ConfigError, match="which are what memory='max' keeps, got memory="):
+    with pytest.raises(ConfigError, match="which are what memory: max keeps, got memory: "):
         FusedBackwardPrecision("32-true", memory=memory, offload=True)
     assert "offload=True" in repr(FusedBackwardPrecision("32-true", memory="max", offload=True))
 
