@@ -94,6 +94,12 @@ def run(args: argparse.Namespace) -> int:
     word = settings.data.get("trigger_word")
     if word and args.lora != NO_LORA and (without := without_trigger_word(prompts, word)):
         print(f"{len(without)} of {len(prompts)} prompts lack the trigger word {word} (such as {without[0]!r})")
+    from lightning_aigc.cli.fit.start_lines import of_long_prompts
+    from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
+
+    base, revision = settings.model["pretrained_model_name_or_path"], settings.model.get("revision")
+    for sentence in of_long_prompts("prompts", count_tokens(base, revision, prompts)):
+        print(sentence)
     if args.references and not args.source:
         raise ConfigError("--references says how --source is read; give images: --source a.png b.png --references")
     if args.source and settings.model_class in CONTROLNETS:

@@ -182,7 +182,8 @@ def test_weights_are_columns_and_the_best_file_goes_first(command: Command, quic
     assert all(re.match(r"\s*$|weight 0\.[48]: ", line) for line in re.split("[\r\n]", said.err)), said.err
     width, height = Image.open(grid).size
     assert width == 2 * (160 + 8) + 8 and height > 2 * 160
-    said = command("sample", "-c", run, "--prompts", "a cup", "a zorp cup", "-o", grid)
+    said = command("sample", "-c", run, "--prompts", "a cup", "a zorp cup" + " on a table" * 40, "-o", grid)
+    assert "1 of 2 prompts have more than 10 tokens, and the text encoder cuts off the rest" in said.out
     assert "1 of 2 prompts lack the trigger word zorp (such as 'a cup')" in said.out
     said = command("sample", "-c", run, "--prompts", "a cup", "--lora", "none", "-o", grid)
     assert said.code == 0 and "base model" in said.out and "trigger word" not in said.out

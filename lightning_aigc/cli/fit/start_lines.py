@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
@@ -58,12 +58,17 @@ def cut_prompts(module: LightningModule) -> Iterator[str]:
     """A sentence on prompts that the text encoder cuts off."""
     if not isinstance(module, CountsTokens) or not isinstance(module, HasValidationPrompts):
         return
-    counted = module.count_tokens(module.validation_prompts)
-    if counted is None:
-        return
-    tokens, most = counted
+    yield from of_long_prompts("validation_prompts", module.count_tokens(module.validation_prompts))
+
+
+def of_long_prompts(name: str, counted: tuple[Sequence[int], int] | None) -> Iterator[str]:
+    """A sentence on prompts with more tokens than the text encoder reads.
+
+    Args: counted: as `protocols.CountsTokens` gives it.
+    """
+    tokens, most = counted or ((), 0)
     if long := sum(count > most for count in tokens):
         yield (
-            f"{long} of {len(module.validation_prompts)} validation_prompts have more than {most} tokens, and the text"
-            " encoder cuts off the rest; put what matters first"
+            f"{long} of {len(tokens)} {name} have more than {most} tokens, and the text encoder cuts off the rest; put"
+            " what matters first"
         )
