@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -101,6 +102,12 @@ class AIGCLRScheduler(LRScheduler):
 
     def get_lr(self) -> list[Any]:
         """The scheduled rates, without the factor."""
+        if self.total_steps is not None and self.decay != "constant" and self.last_epoch == self.total_steps + 1:
+            warnings.warn(
+                f"AIGCLRScheduler: the training goes beyond total_steps={self.total_steps}, where the rate is 0; give"
+                " all steps of the training as total_steps",
+                stacklevel=3,
+            )
         return [base * self._schedule_factor(self.last_epoch) for base in self.base_lrs]
 
     def _schedule_factor(self, step: int) -> float:

@@ -160,6 +160,19 @@ def test_without_adaption_it_is_warm_up_and_decay(decay: Any, half_way: float) -
     assert scheduler.get_last_lr() == pytest.approx([0.0, 0.0] if decay != "constant" else [0.1, 0.2])
 
 
+def test_steps_beyond_the_end_of_the_decay_are_named_once() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    schedule = AIGCLRScheduler(optimizer, adaptive_mode=False, warmup_steps=0, total_steps=3)
+    for _ in range(3):  # the last call comes after the last step
+        optimizer.step()
+        schedule.step()
+    with pytest.warns(UserWarning, match=r"beyond total_steps=3, where the rate is 0; give all steps") as found:
+        for _ in range(3):
+            optimizer.step()
+            schedule.step()
+    assert len(found) == 1
+
+
 def test_no_rate_given_keeps_the_groups_own() -> None:
     net = make_net()
     optimizer = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.3}, {"params": net[2].parameters()}], lr=0.1)  # type: ignore[index]
