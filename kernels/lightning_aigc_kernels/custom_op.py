@@ -33,7 +33,7 @@ def no_second_derivative(op: str) -> Callable[..., None]:
     def refuse(*_: object) -> None:
         raise RuntimeError(
             f"lightning_aigc::{op} has no second derivative, got a backward pass through its gradient; "
-            "use memory='off' where a loss contains gradients (create_graph=True)"
+            "use memory: off where a loss contains gradients (create_graph=True)"
         )
 
     return refuse

@@ -56,7 +56,7 @@ def refuse_functorch(op: str) -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
         raise RuntimeError(
             f"lightning_aigc::{op} has no torch.func rules (grad, vmap, jvp), got a call inside one; "
-            "use torch.autograd, or memory='off' to train this model with its unfused forward"
+            "use torch.autograd, or memory: off to train this model with its unfused forward"
         )
 
 

@@ -275,7 +275,7 @@ def assert_refuses_what_it_has_no_rules_for(case: Case, op: str, x: str = "x") -
             call(dual)
     leaf = tensor.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(call(leaf).square().sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"lightning_aigc::{op} has no second derivative, .* use memory='off'"):
+    with pytest.raises(RuntimeError, match=f"lightning_aigc::{op} has no second derivative, .* use memory: off"):
         gradient.square().sum().backward()
 
 

@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,12 +39,12 @@ def model_and_call(request: pytest.FixtureRequest) -> tuple[nn.Module, Call]:
     return with_lora(request.param)
 
 
-def with_lora(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> tuple[nn.Module, Call]:
+def with_lora(make: Callable[[], tuple[nn.Module, dict[str, Any]]], dropout: float = 0.1) -> tuple[nn.Module, Call]:
     torch.manual_seed(0)
     model, given = make()
     model.requires_grad_(False)
     targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "to_qkv_mlp_proj"]
-    model.add_adapter(LoraConfig(r=4, target_modules=targets, lora_dropout=0.1))
+    model.add_adapter(LoraConfig(r=4, target_modules=targets, lora_dropout=dropout))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.05)
@@ -148,6 +150,147 @@ def test_a_pass_of_backward_may_be_repeated(model_and_call: tuple[nn.Module, Cal
     model.zero_grad()
     loss.backward()
     assert are_equal({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, native)
+    swapped.restore()
+
+
+LEVELS = ("balanced", "lean", "max", MemoryBudget(kept=0.35))
+
+
+def unet() -> tuple[nn.Module, dict[str, Any]]:
+    kinds = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D")}
+    kinds |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8, layers_per_block=1, block_out_channels=(32, 64), norm_num_groups=8, attention_head_dim=8,
+        cross_attention_dim=32, **kinds,
+    )  # fmt: skip
+    given = {"sample": torch.randn(1, 4, 8, 8), "timestep": 3, "encoder_hidden_states": torch.randn(1, 3, 32)}
+    return model, given
+
+
+def scaled(model: nn.Module, call: Call) -> Tensor:
+    """A forward as diffusers' `scale` makes it: the layers' scaling is changed for its time alone."""
+    layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
+    for layer in layers:
+        layer.scale_layer(0.3)
+    output = call(model)
+    for layer in layers:
+        layer.unscale_layer(0.3)
+    return output
+
+
+def slider(model: nn.Module, call: Call) -> Tensor:
+    """Two forwards with a LoRA of opposite signs, and one backward."""
+    outputs = []
+    for sign in (1.0, -0.5):
+        for part in model.modules():
+            if isinstance(part, LoraLayer):
+                part.scaling["default"] = sign
+        outputs.append(call(model))
+    return torch.cat([output.reshape(-1) for output in outputs])
+
+
+def half_disabled(model: nn.Module, call: Call) -> Tensor:
+    """A forward with the LoRA, one without it, and with it again for backward."""
+    learned = call(model)
+    layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    base = call(model)
+    for layer in layers:
+        layer._disable_adapters = False
+    return torch.cat([learned.reshape(-1), base.reshape(-1)])
+
+
+def another_mode(model: nn.Module, call: Call) -> Tensor:
+    """A forward in training mode, whose backward comes in evaluation mode."""
+    output = call(model.train())
+    model.eval()
+    return output
+
+
+@pytest.mark.parametrize("make", [sd3, flux2, unet], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("change", [scaled, slider, half_disabled, another_mode], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_backward_recomputes_a_block_as_it_was_in_forward(
+    make: Any, change: Callable[[nn.Module, Call], Tensor], dropout: float
+) -> None:
+    model, call = with_lora(make, dropout)
+    model.requires_grad_(True)  # a forward without the LoRA has gradients too
+
+    def changed(model: nn.Module) -> Tensor:
+        return change(model, call)
+
+    native = gradients(model, changed)
+    state = [(part.scaling, part.disable_adapters) for part in model.modules() if isinstance(part, LoraLayer)]
+    for level in LEVELS:
+        swapped = swap_forwards(model, memory=level)  # type: ignore[arg-type]
+        for _ in range(2):
+            assert farthest(gradients(model, changed), native) < 1e-5, level
+        swapped.restore()
+    assert state == [(part.scaling, part.disable_adapters) for part in model.modules() if isinstance(part, LoraLayer)]
+
+
+@pytest.mark.parametrize("make", [sd3, unet], ids=lambda make: make.__name__)
+def test_a_weight_that_changes_before_backward_is_an_error_at_each_level(make: Any) -> None:
+    model, call = with_lora(make, 0.0)
+    for level in ("off", *LEVELS):
+        swapped = swap_forwards(model, memory=level)  # type: ignore[arg-type]
+        loss = call(model).square().mean()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place between forward"):
+            loss.backward()
+        swapped.restore()
+
+
+def sana() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.SanaTransformer2DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=2,
+        num_cross_attention_heads=2, cross_attention_head_dim=8, cross_attention_dim=16, caption_channels=16,
+        sample_size=8,
+    )  # fmt: skip
+    texts = torch.randn(2, 5, 16)
+    given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": texts}
+    return model, given | {"timestep": torch.tensor([3.0, 4.0])}
+
+
+def aura_flow() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.AuraFlowTransformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16, out_channels=4,
+        pos_embed_max_size=64,
+    )  # fmt: skip
+    texts = torch.randn(2, 5, 16)
+    given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": texts}
+    return model, given | {"timestep": torch.tensor([3.0, 4.0])}
+
+
+@pytest.mark.parametrize("make", [sana, aura_flow], ids=lambda make: make.__name__)
+def test_blocks_without_biases_and_named_parts_without_weights_are_taken_or_left_alone(make: Any) -> None:
+    model, call = with_lora(make, 0.0)
+    native = gradients(model, call)
+    for level in LEVELS:
+        swapped = swap_forwards(model, memory=level)  # type: ignore[arg-type]
+        for _ in range(2):
+            assert farthest(gradients(model, call), native) < 1e-5, level
+        swapped.restore()
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_a_transform_of_torch_func_is_refused_by_name(level: Any) -> None:
+    torch.manual_seed(0)
+    model, given = sd3()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        output: Tensor = torch.func.functional_call(model, weights, (), given | {"return_dict": False})[0]
+        return output.square().mean()
+
+    swapped = swap_forwards(model, memory=level)
+    with pytest.raises(RuntimeError, match=r"no torch.func rules .* use torch.autograd, or memory: off"):
+        torch.func.grad(loss)(weights)
     swapped.restore()
 
 

@@ -56,6 +56,7 @@ def find_checkpointed_blocks(named: Sequence[tuple[str, nn.Module]], served: Col
         for _, module in named
         if original_class(module).__name__ in block_classes.get(module, ())
         and not any(class_path(part) in served for part in module.modules())
+        and next(module.parameters(), None) is not None
     }
 
 
@@ -99,5 +100,6 @@ def save_limit(options: BlockOptions, inputs: Sequence[Tensor]) -> SaveLimit:
 
 
 def width_of(block: nn.Module) -> int:
-    """Return the width of a block's activations."""
-    return max(int(p.shape[-1]) for p in block.parameters() if p.ndim == 1)
+    """Return the width of a block's activations, from its biases and norms, or from its weights if it has none."""
+    parameters = list(block.parameters())
+    return max(int(p.shape[-1]) for p in [p for p in parameters if p.ndim == 1] or parameters)

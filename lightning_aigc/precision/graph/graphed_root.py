@@ -24,7 +24,7 @@ from lightning_aigc.precision.graph.captured_call import (
     note_gradient_strides,
 )
 from lightning_aigc.precision.graph.device_graphs import Graphs
-from lightning_aigc.precision.memory.recompute import has_active_dropout
+from lightning_aigc.precision.memory.recompute import BlockState
 from lightning_aigc.precision.memory.saved_tensors import tensors_in
 from lightning_aigc.sharding.local_parts import original_class
 
@@ -283,7 +283,7 @@ def reason_against(root: nn.Module) -> str | None:
     """The reason why no graph of this module can be right, with what to do; None if there is none."""
     if "forward" in root.__dict__ and not hasattr(root.__dict__["forward"], "__wrapped_by_graph__"):
         return "its forward was replaced"
-    if has_active_dropout(root):
+    if BlockState(root).has_active_dropout:
         return "a dropout draws random numbers in it; set lora_dropout: 0"
     if any(vars(module).get("_compiled_call_impl") for module in root.modules() if module is not root):
         return "a part of it is compiled, or its blocks wait in host memory"

@@ -36,6 +36,7 @@ from lightning_aigc.precision.memory.saved_tensors import (
     tensors_in,
 )
 from lightning_aigc.precision.memory.selective import count_operations, min_inner_dim
+from lightning_aigc_kernels.dispatch import refuse_functorch
 
 ADVICE_SHARE = 0.01
 """Share of a step's operations from which the plan reports the operations that an int8 base would save."""
@@ -91,6 +92,7 @@ class Planner:
         if plan is not None:
             profile = ForwardProfile(plan.options)
         else:
+            refuse_functorch("memory_budget")
             profile = ForwardProfile(None, owned=owned_by(root))
             profile.count = profile.scope.enter_context(count_saved(profile.owned))
         current.profile = profile

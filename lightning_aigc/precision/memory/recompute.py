@@ -8,6 +8,7 @@ reused, and a block's last products are skipped, as backward reads only their in
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_aigc.precision.context import OnHost, RecomputeRun, SavedAttention, current, note_saved, options_of
 from lightning_aigc_kernels import KnownAttention
+from lightning_aigc_kernels.dispatch import refuse_functorch
 
+VERSION = operator.attrgetter("_version")
+OTHER_TENSORS = (
+    "backward recomputes a block, and the block saved other tensors than in forward, because it has changed since: keep"
+    " its layers, weights (torch.func.functional_call replaces them) and hooks until backward is done, or set memory:"
+    " off of FusedBackwardPrecision"
+)
 LONG_ATTENTION_TOKENS = 512
 """Tokens from which an attention's output is saved: with T tokens it has one number per 2 T products."""
 
@@ -42,15 +50,17 @@ def checkpoint_block(
     if torch.compiler.is_compiling():  # the partitioner decides what recomputation needs
         compiled: Tensor = checkpoint(block, *inputs, use_reentrant=False)
         return compiled
+    refuse_functorch("checkpoint")
     saved: list[SavedAttention] = []
     offloads = options_of(module).offload
     note_saved(inputs)
+    state = BlockState(module)
 
     def contexts() -> tuple[RecomputeRun, RecomputeRun]:
         first, again = around or (contextlib.nullcontext(), contextlib.nullcontext())
-        return RecomputeRun(saved, False, offloads, first), RecomputeRun(saved, True, offloads, again)
+        return RecomputeRun(saved, False, offloads, first), RecomputeRun(saved, True, offloads, _Restored(state, again))
 
-    if has_active_dropout(module):
+    if state.has_active_dropout:
         with save_on_host() if offloads else contextlib.nullcontext():  # inside, checkpoint's own hooks hold
             result: Tensor = checkpoint(
                 block, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none",
@@ -61,6 +71,94 @@ def checkpoint_block(
     recomputation = _Recomputation(block, again, inputs, offloads)
     with saved_tensors_hooks(recomputation.pack, _Recomputation.unpack), first:
         return block(*inputs)
+
+
+class BlockState:
+    """The state of a block's LoRA layers, dropouts and trained weights in its first run.
+
+    diffusers' `scale` changes LoRA layers for the time of a forward, and a slider between two of them.
+    """
+
+    __slots__ = ("adapters", "dropouts", "has_active_dropout", "trained", "version")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.adapters: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self.dropouts: list[tuple[dict[str, Any], bool]] = []
+        self.trained: list[Tensor] = []
+        self.has_active_dropout = False
+        parts: list[nn.Module | None] = [module]
+        for part in parts:  # every call of a block comes here: `modules()` takes several times as long
+            if part is None:
+                continue
+            attributes = part.__dict__
+            if children := attributes["_modules"]:
+                parts += children.values()
+            if parameters := attributes["_parameters"]:
+                self.trained += [p for p in parameters.values() if p is not None and p.requires_grad]
+            if "_active_adapter" in attributes:
+                self.adapters.append((attributes, _adapter_state(attributes)))
+            elif "p" in attributes and isinstance(part, _DropoutNd) and part.p > 0:
+                self.dropouts.append((attributes, part.training))
+                self.has_active_dropout |= part.training
+        self.version = sum(map(VERSION, self.trained))
+
+    def has_changed_weights(self) -> bool:
+        """Whether a trained weight was changed in place since the first run."""
+        return sum(map(VERSION, self.trained)) != self.version
+
+
+def _adapter_state(attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """What a LoRA layer's output depends on besides its weights."""
+    scaling = attributes.get("scaling")
+    return (
+        attributes["_active_adapter"],
+        attributes.get("_disable_adapters"),
+        dict(scaling) if isinstance(scaling, dict) else None,
+    )
+
+
+def _set_adapter_state(attributes: dict[str, Any], state: tuple[Any, ...]) -> None:
+    attributes["_active_adapter"], attributes["_disable_adapters"], scaling = state
+    if scaling is not None:
+        attributes["scaling"].update(scaling)
+
+
+class _Restored:
+    """Scope of a recomputation, with the block's state of its first run."""
+
+    __slots__ = ("changed", "inner", "modes", "state")
+
+    def __init__(self, state: BlockState, inner: AbstractContextManager[object]) -> None:
+        self.state, self.inner = state, inner
+        self.changed: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        """LoRA layers that are in another state now, with it."""
+        self.modes: list[tuple[dict[str, Any], bool]] = []
+        """Dropouts, and whether each is active now."""
+
+    def __enter__(self) -> None:
+        if self.state.has_changed_weights():
+            raise RuntimeError(
+                "a trained weight was changed in place between forward and backward, which recompute this block with"
+                " the new weight; call optimizer.step() after backward"
+            )
+        for attributes, before in self.state.adapters:
+            now = _adapter_state(attributes)
+            if now != before:
+                self.changed.append((attributes, now))
+                _set_adapter_state(attributes, before)
+        for attributes, was_training in self.state.dropouts:
+            self.modes.append((attributes, attributes["training"]))
+            attributes["training"] = was_training
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        for attributes, now in self.changed:
+            _set_adapter_state(attributes, now)
+        for attributes, is_training in self.modes:
+            attributes["training"] = is_training
+        self.changed.clear()
+        self.modes.clear()
 
 
 class _Slot:
@@ -112,7 +210,8 @@ class _Recomputation:
             held.recomputation.run()
         tensor: Tensor | None = held.tensor
         held.tensor = None
-        assert tensor is not None, "the recomputed block saved other tensors than its first run"
+        if tensor is None:
+            raise RuntimeError(OTHER_TENSORS)
         return tensor
 
     def run(self) -> None:
@@ -165,17 +264,6 @@ _save_inputs: Any = _SavedInputs.apply
 
 def _refuse(_: object) -> Tensor:
     raise AssertionError("a recomputed block's graph is not used")
-
-
-def has_active_dropout(module: nn.Module) -> bool:
-    """Whether a dropout in this block is active, for example that of a LoRA on a convolution."""
-    stack = [module]
-    while stack:  # every call of a block comes here: `modules()` takes several times as long
-        part = stack.pop()
-        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
-            return True
-        stack.extend(child for child in part.__dict__["_modules"].values() if child is not None)
-    return False
 
 
 def is_inside() -> bool:
