@@ -108,12 +108,17 @@ def differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
         f"{key}: {was.get(key, MISSING)} in the snapshot, {now.get(key, MISSING)} now"
         for key in keys
-        if _absolute(key, was.get(key, MISSING)) != _absolute(key, now.get(key, MISSING))
+        if _comparable(key, was.get(key, MISSING)) != _comparable(key, now.get(key, MISSING))
     ]
 
 
-def _absolute(key: str, value: Any) -> Any:
-    """The value; a folder of the data without regard to how its path is written."""
+def _comparable(key: str, value: Any) -> Any:
+    """The value; a folder of the data without regard to how its path is written.
+
+    torch's `Optimizer.load_state_dict` adds `differentiable` to an optimizer's options.
+    """
+    if key.endswith(".differentiable"):
+        return value is True
     is_folder = key.startswith("data.init_args.") and key.endswith("_dir") and isinstance(value, str)
     return os.path.abspath(os.path.expanduser(value)) if is_folder and ":" not in value else value  # noqa: PTH100, PTH111
 

@@ -46,6 +46,7 @@ def capture(trainer: Trainer, loop_state: LoopState, local_buffers: LocalBuffers
         "gradients": to_shards(gradients(module)) if loop_state.is_window_open else {},
         "buffers": local_buffers.changed(module, checkpoint["state_dict"] if trainer.is_global_zero else {}),
         "in_eval": training_modes(trainer),
+        "refrozen": local_buffers.refrozen(module),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "strategy": strategy.snapshot_state() | {"kind": strategy.snapshot_kind}
         if isinstance(strategy, HasSnapshotState)
@@ -60,6 +61,8 @@ def restore(trainer: Trainer, own: State, local_buffers: LocalBuffers) -> None:
     module = trainer.lightning_module
     if _ranks_differ(trainer) and not isinstance(trainer.strategy, HasShardedTensors):  # DDP has broadcast rank 0's
         module.load_state_dict(own["checkpoint"]["state_dict"], strict=False)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(own.get("refrozen", {}).get(name, parameter.requires_grad))
     restore_gradients(module, own["gradients"])
     restore_training_modes(trainer, own["in_eval"])
     local_buffers.restore(module, own["buffers"])
@@ -175,10 +178,11 @@ class ChangeTracker:
 
 
 class LocalBuffers:
-    """Buffers that Lightning's checkpoint does not restore: non-persistent ones, and on ranks above 0 all buffers,
-    because running statistics are per rank."""
+    """State of the module that Lightning's checkpoint does not restore: non-persistent buffers, on ranks above 0 all
+    buffers, because running statistics are per rank, and the weights that were frozen or unfrozen during the run."""
 
     def __init__(self, module: LightningModule) -> None:
+        self._trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._start = {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
         self._known: set[str] = set()
 
@@ -189,6 +193,11 @@ class LocalBuffers:
             for name, buffer in module.named_buffers()
             if name not in saved and (name in self._known or self._start.get(name) != (id(buffer), buffer._version))
         }
+
+    def refrozen(self, module: LightningModule) -> dict[str, bool]:
+        """The weights that take gradients now and did not when this fit began, or the other way round."""
+        now = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        return {name: trains for name, trains in now.items() if trains != (name in self._trained)}
 
     def restore(self, module: LightningModule, values: dict[str, Tensor]) -> None:
         self._known |= values.keys()

@@ -522,6 +522,30 @@ def test_another_optimizer_or_accumulation_is_refused_with_both_values(tmp_path:
         train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest", module=OtherDecay())
 
 
+class Unfreezing(Net):
+    """Its first layer is trained from step 3 on, and its last one up to there, under an optimizer of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), 1e-2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3:
+            self.net[0].requires_grad_(True)
+            self.net[3].requires_grad_(False)
+
+
+def test_weights_that_were_unfrozen_or_frozen_are_so_after_a_resume(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", [ExactSnapshot(1)], module=Unfreezing())
+    train(tmp_path, [ExactSnapshot(1), KillAt(8)], module=Unfreezing())
+    resumed = train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest", module=Unfreezing())
+    for (name, one), (_, other) in zip(whole.named_parameters(), resumed.named_parameters(), strict=True):
+        assert torch.equal(one, other) and one.requires_grad == other.requires_grad, name
+
+
 def test_a_named_snapshot_goes_on_with_another_configuration(tmp_path: Path) -> None:
     train(tmp_path, [ExactSnapshot(1), KillAt(8)])
     path = str(find_snapshots(tmp_path / "snapshots")[0].path)

@@ -65,10 +65,5 @@ def _report(given: Sequence[Callback]) -> RunReport:
 
 
 def _is_default(callback: ModelCheckpoint) -> bool:
-    """Whether the Trainer created this callback because the user gave none."""
-    return (
-        callback.dirpath is None
-        and callback.monitor is None
-        and callback._every_n_train_steps == 0
-        and callback._train_time_interval is None
-    )
+    """Whether this callback has no argument, as the one that the Trainer creates where the user gives none."""
+    return type(callback) is ModelCheckpoint and repr(vars(callback)) == repr(vars(ModelCheckpoint()))

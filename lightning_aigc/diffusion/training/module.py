@@ -65,7 +65,7 @@ from lightning_aigc.diffusion.training.method import Method
 from lightning_aigc.diffusion.training.named_optimizers import named_optimizer
 from lightning_aigc.diffusion.training.native_attention import avoid_misread_gradients
 from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, TrainingSettings
-from lightning_aigc.diffusion.training.trained_weights import check_precision, check_trained_weights, computed_in_half
+from lightning_aigc.diffusion.training.trained_weights import check_trainer, check_trained_weights, computed_in_half
 from lightning_aigc.diffusion.training.validation import (
     VALIDATION_TIMESTEPS,
     ValidationSchedule,
@@ -454,7 +454,7 @@ class DiffusionTraining(LightningModule):
     # Run -------------------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        check_precision(self.trainer)
+        check_trainer(self.trainer)
         if stage == "fit":
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             for sentence in self.method.unread(self.settings, data, type(self).__name__):

@@ -42,11 +42,17 @@ UNSUPPORTED = {
 }
 
 
-def check_precision(trainer: Any) -> None:
-    """Check that the trainer's precision trains a diffusion model. Raises: ConfigError."""
+def check_trainer(trainer: Any) -> None:
+    """Check that the trainer's precision and callbacks suit a diffusion model. Raises: ConfigError."""
     reason = UNSUPPORTED.get(str(trainer.precision))
     if reason is not None:
         raise ConfigError(f"got precision {trainer.precision}, which does not train this model: {reason}")
+    for callback in trainer.callbacks:
+        if any(cls.__name__ == "WeightAveraging" for cls in type(callback).__mro__):
+            raise ConfigError(
+                f"{type(callback).__name__} averages a copy of the whole model, which snapshots do not hold; remove it"
+                " and set model.init_args.use_ema: true, which averages the trained weights"
+            )
 
 
 @contextmanager

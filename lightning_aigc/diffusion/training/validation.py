@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_aigc._lightning import Trainer
+from lightning_aigc._lightning import ModelCheckpoint, Trainer
 from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
 from lightning_aigc.checkpoint.lightning_loops import run_validation
@@ -42,6 +42,10 @@ class ValidationSchedule:
             trainer.check_val_every_n_epoch = None
             trainer.val_check_interval = self.every_n_steps * trainer.accumulate_grad_batches
             trainer.num_sanity_val_steps = 0  # the full validation of step 0 is the check
+            for callback in trainer.checkpoint_callbacks:
+                # Without a value it follows validation, which is not by epochs any more, or not there.
+                if isinstance(callback, ModelCheckpoint) and callback.monitor is None:
+                    callback._save_on_train_epoch_end = callback._save_on_train_epoch_end is not False
 
     def validate_untrained(self, trainer: Trainer) -> None:
         """Validate before the first step, so that the curve begins at the untrained model."""

@@ -104,7 +104,7 @@ class BlockState:
 
     def has_changed_weights(self) -> bool:
         """Whether a trained weight was changed in place since the first run."""
-        return sum(map(VERSION, self.trained)) != self.version
+        return bool(sum(map(VERSION, self.trained)) != self.version)
 
 
 def _adapter_state(attributes: dict[str, Any]) -> tuple[Any, ...]:

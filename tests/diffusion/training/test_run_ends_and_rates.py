@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.cli import ReduceLROnPlateau
 from prodigyopt import Prodigy
 from torch.utils.data import DataLoader
@@ -20,7 +21,7 @@ from lightning_aigc.callbacks import ExactSnapshot, SaveLoRA
 from lightning_aigc.diffusion import FullFineTuning, LoRA, StableDiffusionFineTuning, StableDiffusionLoRA
 from lightning_aigc.diffusion.training.default_callbacks import default_callbacks
 from lightning_aigc.diffusion.training.optimization import build_schedule, read_scheduler
-from lightning_aigc.errors import ModelError
+from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.schedulers.deepspeed_rates import WarmupDecayLR
 
 pytestmark = [
@@ -152,6 +153,21 @@ def test_limits_that_an_own_callback_replaces_and_a_revision_of_a_folder_are_nam
         "model.init_args.step_files_total_limit changes nothing, because trainer.callbacks has SaveLoRA; set its"
         " keep_last: 2 instead",
     ]
+
+
+@pytest.mark.parametrize("given", [{"save_last": True}, {"filename": "mine-{step}"}, {"dirpath": "own"}])
+def test_a_checkpoint_of_lightning_that_the_user_asks_for_is_written(
+    sd: str, tmp_path: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(**given)], "max_epochs": 1}
+    fit(make_module(sd, max_train_steps=9, checkpointing_steps=2), tmp_path, **options)
+    assert list(tmp_path.rglob("*.ckpt")) and list((tmp_path / "snapshots").iterdir())
+
+
+def test_an_average_of_all_weights_by_lightning_is_refused(sd: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"EMAWeightAveraging.*remove it and set model.init_args.use_ema: true"):
+        fit(make_module(sd), tmp_path, callbacks=[EMAWeightAveraging(decay=0.9)])
 
 
 def test_settings_that_are_read_are_not_named(sd: str, tmp_path: Path) -> None:
