@@ -58,12 +58,12 @@ class RecomputeRun:
 
     def __enter__(self) -> None:
         self.position = 0
+        self.inner.__enter__()  # first: it may refuse
         self.outer, current.run = current.run, self
-        self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
         current.run = self.outer
+        self.inner.__exit__(*error)
 
 
 class BlockContext(threading.local):
