@@ -3,14 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lightning_aigc.errors import ModelError
 
 Readers = Mapping[str, tuple[str, tuple[Any, ...], str]]
 """For a setting: the one that makes it read, the values with which it does not, and a value with which it does, or
 nothing where that one needs more."""
+
+
+KINDS: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+    Sequence: ((list, tuple), "a list"),
+    list: ((list, tuple), "a list"),
+    type(None): (type(None), "null"),
+}
+"""For a type in a signature: the classes of its values, and its name in a sentence."""
+
+
+def check_types(settings: Any) -> None:
+    """Raise ModelError for the first field of a dataclass whose value is of another type than its annotation."""
+    hints = get_type_hints(type(settings))
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        kinds = _kinds(hints[each.name]) if each.init else []
+        fits = [isinstance(value, KINDS[kind][0]) and (kind is bool) >= isinstance(value, bool) for kind in kinds]
+        if kinds and not any(fits):
+            wanted = " or ".join(dict.fromkeys(KINDS[kind][1] for kind in kinds))
+            if isinstance(value, str):
+                wanted = wanted.replace("a list", f"a list such as [{value}]")
+            raise ModelError(f"model.init_args.{each.name} must be {wanted}, got {value!r}")
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The types that a value may have; none where one of them is not in `KINDS`."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    found = [get_origin(part) or part for part in parts]
+    return found if all(part in KINDS for part in found) else []
+
+
+def unknown_argument(owner: str, name: str, known: Iterable[str]) -> ModelError:
+    """The error for an argument that there is not, with the nearest one."""
+    near = get_close_matches(name, list(known), n=1)
+    return ModelError(f"{owner} has no argument {name!r}{f'; it is called {near[0]} here' if near else ''}")
 
 
 def check_at_least_one(settings: Any, *names: str) -> None:

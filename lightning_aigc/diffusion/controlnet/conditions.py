@@ -68,6 +68,11 @@ def find_maker(conditions: str, canny_thresholds: Sequence[float]) -> Maker | No
 
     Raises: ModelError for a name that is none of these.
     """
+    if not isinstance(conditions, str):
+        raise ModelError(
+            f"{KEY} must be a name or a class path, got {conditions!r}; a run records it, so put the function or class"
+            " into a module and give its path, such as my_module.my_function"
+        )
     if conditions == FOLDER:
         return None
     if conditions == "canny":

@@ -18,6 +18,16 @@ from lightning_aigc.diffusion.pipeline.loading import fingerprint
 from lightning_aigc.errors import ModelError
 
 PIXELS_ENCODED_AT_ONCE = 512 * 512
+LARGEST_PIXEL = 1.01
+"""Magnitude up to which a pixel counts as one in -1..1: bfloat16 rounds, and resizing overshoots."""
+
+
+def _entry(batch: Any, key: str, wanted: str) -> Any:
+    """The batch's entry of this name. Raises: ModelError that says what a batch must have."""
+    if not isinstance(batch, dict) or key not in batch:
+        got = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+        raise ModelError(f"a batch must be a dict with {wanted}; got {got}. ImageCaptionData makes such batches")
+    return batch[key]
 
 
 def seen_sources(sources: Sequence[Tensor]) -> list[list[Image]]:
@@ -88,7 +98,8 @@ class FrozenEncoders:
 
         Raises: ModelError with the names of the images whose latents are not finite.
         """
-        moments = batch["latent_moments"] if "latent_moments" in batch else self._finite_moments(batch)
+        is_cached = isinstance(batch, dict) and "latent_moments" in batch
+        moments = batch["latent_moments"] if is_cached else self._finite_moments(batch)
         return self.family.latents(self.components.vae, moments.to(self.device), draw)
 
     def condition(self, batch: dict[str, Any], *, with_gradients: bool) -> dict[str, Tensor]:
@@ -96,9 +107,10 @@ class FrozenEncoders:
         if "prompt_embeds" in batch:
             keys = ("prompt_embeds", "pooled_prompt_embeds", "prompt_lengths", "prompt_attention_mask")
             return {k: batch[k].to(self.device) for k in keys if k in batch} | self.sources(batch)
+        captions = _entry(batch, "captions", "`prompt_embeds`, or `captions`, a list of texts")
         with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
             seen = seen_sources(batch["sources"]) if self.family.text_sees_sources and "sources" in batch else None
-            texts = self.family.encode_prompts(self.components, batch["captions"], self.device, seen)
+            texts = self.family.encode_prompts(self.components, captions, self.device, seen)
         return texts | self.sources(batch)
 
     def sources(self, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -118,10 +130,21 @@ class FrozenEncoders:
                 encoder.to("cpu")
 
     def _finite_moments(self, batch: dict[str, Any]) -> Tensor:
-        """Encode the batch's images and check the moments, as the cache does."""
-        moments = self.encode_pixels(batch["pixel_values"])
+        """Encode the batch's images and check both, as the cache does."""
+        pixels_B3HW = _entry(batch, "pixel_values", "`latent_moments`, or `pixel_values` float [B, 3, H, W] in -1..1")
+        if not pixels_B3HW.is_floating_point():
+            raise ModelError(
+                f"pixel_values must be floats in -1..1, got {pixels_B3HW.dtype}; convert them: x.float() / 127.5 - 1"
+            )
+        moments = self.encode_pixels(pixels_B3HW)
         is_finite_B = moments.isfinite().flatten(1).all(dim=1)
-        if not is_finite_B.all():
+        largest, is_finite = torch.stack([pixels_B3HW.abs().amax().to(moments), is_finite_B.all().to(moments)]).tolist()
+        if largest > LARGEST_PIXEL:
+            raise ModelError(
+                f"pixel_values must lie in -1..1, got values up to {largest:.4g}; scale them, for example"
+                " x / 127.5 - 1 where they lie in 0..255"
+            )
+        if not is_finite:
             bad = is_finite_B.logical_not().nonzero().flatten().tolist()
             names = [str(batch["names"][i]) if "names" in batch else f"number {i} of its batch" for i in bad]
             raise ModelError(

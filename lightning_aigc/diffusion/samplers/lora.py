@@ -6,6 +6,7 @@ Legend: N images.
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion.families import Components, full_name
 from lightning_aigc.diffusion.lora.continued import read_fitting
+from lightning_aigc.diffusion.lora.file import convert, read_lora
 from lightning_aigc.diffusion.objectives.ddpm import build_noise_schedule
 from lightning_aigc.diffusion.objectives.flow import build_flow_schedule
 from lightning_aigc.diffusion.pipeline.edits import Edit
@@ -58,6 +60,11 @@ class LoRASampler:
                         parameter.data = parameter.data.float()
 
     def _load(self, path: Path) -> None:
+        file = read_lora(path)
+        if file.layout == "kohya" and any(name.endswith(".dora_scale") for name in file.state):
+            with tempfile.TemporaryDirectory() as folder:  # diffusers ignores the magnitudes of this layout
+                self._load(convert(path, Path(folder) / path.name, "diffusers"))
+            return
         _, factors = read_fitting(path, self.components)
         if not factors:
             self._pipeline.load_lora_weights(str(path), adapter_name=ADAPTER)

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Self
 
 import torch
@@ -65,7 +65,7 @@ from lightning_aigc.diffusion.training.method import Method
 from lightning_aigc.diffusion.training.named_optimizers import named_optimizer
 from lightning_aigc.diffusion.training.native_attention import avoid_misread_gradients
 from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, TrainingSettings
-from lightning_aigc.diffusion.training.trained_weights import check_trainer, check_trained_weights, computed_in_half
+from lightning_aigc.diffusion.training.trained_weights import check_trained_weights, check_trainer, computed_in_half
 from lightning_aigc.diffusion.training.validation import (
     VALIDATION_TIMESTEPS,
     ValidationSchedule,
@@ -80,6 +80,7 @@ from lightning_aigc.protocols import CachesCaptions, HasEditSources
 from lightning_aigc.quantization import PackedBase
 from lightning_aigc.quantization.frozen import ignore_in_ddp
 from lightning_aigc.rng import isolate_rng
+from lightning_aigc.setting_checks import check_types, unknown_argument
 
 ADAPTER_KEY = "training_adapter"
 """Checkpoint entry with the hash of the training adapter's file."""
@@ -126,6 +127,10 @@ class DiffusionTraining(LightningModule):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        check_types(method)
+        for name in kwargs:
+            if name not in (known := [each.name for each in fields(TrainingSettings)]):
+                raise unknown_argument(type(self).__name__, name, [*inspect.signature(type(self)).parameters, *known])
         self.method = method
         source = full_name(pretrained_model_name_or_path)
         self.settings = TrainingSettings(pretrained_model_name_or_path=source, **kwargs)
@@ -556,6 +561,8 @@ class DiffusionTraining(LightningModule):
 
         Raises: ModelError if the numbers of seeds and prompts differ; SamplingTooSlow past `sample_time_limit_s`.
         """
+        if isinstance(prompts, str):
+            raise ModelError(f"sample takes a list of prompts, got the text {prompts!r}; give [{prompts!r}]")
         if len(prompts) != len(seeds):
             raise ModelError(f"sample needs one seed per prompt, got {len(prompts)} prompts and {len(seeds)} seeds")
         components, settings = self.loaded(), self.settings
@@ -623,6 +630,11 @@ class DiffusionTraining(LightningModule):
 
     def predict_step(self, prompts: list[str], batch_idx: int) -> Tensor:
         """Sample every prompt with every seed, [N, 3, H, W]; rank 0 writes `<default_root_dir>/predict.png`."""
+        if not isinstance(prompts, (list, tuple)) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise ModelError(
+                f"predict draws prompts, got a batch of type {type(prompts).__name__}; give a DataLoader of"
+                " prompts, which are texts, or none for validation_prompts"
+            )
         first, count = self.settings.validation_seed, self.settings.num_validation_images
         return write_prompt_sheet(self.trainer, self, prompts, range(first, first + count))
 

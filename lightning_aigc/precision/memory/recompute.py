@@ -108,7 +108,7 @@ class BlockState:
 
 
 def _adapter_state(attributes: dict[str, Any]) -> tuple[Any, ...]:
-    """What a LoRA layer's output depends on besides its weights."""
+    """The active adapter of a LoRA layer, whether it is off, and its scaling."""
     scaling = attributes.get("scaling")
     return (
         attributes["_active_adapter"],

@@ -23,6 +23,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's ad
 QUICK: dict[str, Any] = {"num_inference_steps": 2, "learning_rate": 1e-3, "max_train_steps": 3, "output_name": "edges"}
 
 
+def test_a_function_is_refused_with_what_to_give() -> None:
+    with pytest.raises(ModelError, match=r"conditions must be a name or a class path, got <function .*my_function"):
+        conditions.find_maker(lambda images: images, (0.1, 0.2))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("name", "channels"), [("canny", 1), ("lineart", 1), ("tile", 3), ("inpaint", 4)])
 def test_each_condition_trains(sd: str, tmp_path: Path, name: str, channels: int) -> None:
     module = ControlNetTraining(sd, conditions=name, **QUICK | {"max_train_steps": 1})

@@ -16,6 +16,7 @@ from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.lora.dora_magnitudes import with_comfyui_magnitude
 from lightning_aigc.diffusion.lora.file import convert, read_lora, save_lora
 from lightning_aigc.diffusion.lora.layers import LoRALayer
+from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.errors import ModelError
 
 
@@ -76,6 +77,21 @@ def test_the_files_of_a_run_convert_into_each_other(tmp_path: Path) -> None:
     convert(exact, back, "kohya")
     assert back.read_bytes() == (tmp_path / "zorp.safetensors").read_bytes()
     assert convert(back, tmp_path / "again.safetensors", "diffusers").read_bytes() == exact.read_bytes()
+    # diffusers ignores the magnitudes of the kohya layout; a sampler must not
+    state = safetensors.torch.load_file(exact)
+    for name, value in state.items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.1)
+        elif "magnitude" in name:
+            value.mul_(1.5)
+    safetensors.torch.save_file(state, exact, read_lora(exact).metadata)
+    convert(exact, back, "kohya")
+    given = {"pretrained_model_name_or_path": "embedded:sd"}
+    drawn = [
+        LoRASampler(given, "32-true", "cpu", lora).sample([("a mug", 0)], num_inference_steps=2)
+        for lora in (exact, back, None)
+    ]
+    assert (drawn[0] - drawn[1]).abs().max() < 1e-4 < 0.01 < (drawn[0] - drawn[2]).abs().max()
 
 
 def test_a_dora_of_another_program_is_not_given_magnitudes_that_comfyui_reads_otherwise(tmp_path: Path) -> None:

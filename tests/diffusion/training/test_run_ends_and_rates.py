@@ -54,16 +54,19 @@ class Data(LightningDataModule):
         return DataLoader([make_batch(seed=n) for n in range(4)], batch_size=None)  # type: ignore[arg-type]
 
 
+def make_trainer(root: Path, **options: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "default_root_dir": root, "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
+        "enable_checkpointing": False, "enable_model_summary": False,
+    }  # fmt: skip
+    return Trainer(**(given | options))
+
+
 def fit(
     module: Any, root: Path, *, ckpt_path: str | None = None, data: Data | None = None, **options: Any
 ) -> tuple[Trainer, list[float]]:
     rates = Rates()
-    callbacks = [*options.pop("callbacks", []), rates]
-    given: dict[str, Any] = {
-        "default_root_dir": root, "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
-        "enable_checkpointing": False, "enable_model_summary": False, "callbacks": callbacks,
-    }  # fmt: skip
-    trainer = Trainer(**(given | options))
+    trainer = make_trainer(root, callbacks=[*options.pop("callbacks", []), rates], **options)
     trainer.fit(module, data or Data().train_dataloader(), ckpt_path=ckpt_path)
     return trainer, rates.found
 
@@ -168,6 +171,55 @@ def test_a_checkpoint_of_lightning_that_the_user_asks_for_is_written(
 def test_an_average_of_all_weights_by_lightning_is_refused(sd: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"EMAWeightAveraging.*remove it and set model.init_args.use_ema: true"):
         fit(make_module(sd), tmp_path, callbacks=[EMAWeightAveraging(decay=0.9)])
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (
+            {"pixel_values": 255 * torch.rand(2, 3, 32, 32), "captions": ["a mug"] * 2},
+            r"lie in -1\.\.1, got values up to 2",
+        ),
+        (
+            {"pixel_values": torch.zeros(2, 3, 32, 32, dtype=torch.uint8)},
+            r"floats in -1\.\.1, got torch.uint8; convert",
+        ),
+        (
+            {"images": torch.zeros(2, 3, 32, 32)},
+            r"`pixel_values` float .* got the keys images\. ImageCaptionData makes",
+        ),
+        ({"pixel_values": torch.zeros(2, 3, 32, 32)}, r"or `captions`, a list of texts; got the keys pixel_values"),
+        ((torch.zeros(2, 3, 32, 32), ["a mug"]), r"a batch must be a dict with .* got a list"),
+    ],
+)
+def test_a_batch_of_ones_own_says_what_it_lacks(sd: str, tmp_path: Path, batch: Any, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        make_trainer(tmp_path).fit(make_module(sd), DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rank": 1.5}, "rank must be a whole number, got 1.5"),
+        ({"rank": "4"}, "rank must be a whole number, got '4'"),
+        ({"use_ema": "no"}, "use_ema must be true or false, got 'no'"),
+        ({"learning_rate": True}, "learning_rate must be a number or null, got True"),
+        ({"validation_prompts": "a mug"}, r"validation_prompts must be a list such as \[a mug\], got 'a mug'"),
+        ({"output_name": None}, "output_name must be a text, got None"),
+        ({"lerning_rate": 1.0}, "has no argument 'lerning_rate'; it is called learning_rate here"),
+    ],
+)
+def test_an_argument_of_another_type_or_name_is_refused_from_python(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        StableDiffusionLoRA("embedded:sd", **given)
+
+
+def test_texts_that_are_no_list_are_refused_where_images_are_drawn(sd: str, tmp_path: Path) -> None:
+    module = make_module(sd)
+    with pytest.raises(ModelError, match=r"sample takes a list of prompts, got the text 'a mug'; give \['a mug'\]"):
+        module.sample("a mug", [0])
+    with pytest.raises(ModelError, match=r"predict draws prompts, got a batch of type dict; give a DataLoader of"):
+        make_trainer(tmp_path).predict(module, DataLoader([make_batch()], batch_size=None))  # type: ignore[arg-type]
 
 
 def test_settings_that_are_read_are_not_named(sd: str, tmp_path: Path) -> None:
