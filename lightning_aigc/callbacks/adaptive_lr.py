@@ -93,6 +93,10 @@ class AdaptiveLR(Callback):
         """Multiplier of the first optimizer's scheduled rate; 1 before training."""
         return self._rates[0].control.factor if self._rates else 1.0
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._states, self._is_resumed = [], False  # a checkpoint is loaded after this
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raises: ConfigError without an optimizer, or for an optimizer whose rate must not be adapted."""
         optimizers = [optimizer for optimizer in trainer.optimizers if not isinstance(optimizer, _MockOptimizer)]
@@ -217,7 +221,8 @@ class AdaptiveLR(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._states, self._is_resumed = list(state_dict["rates"]), True
+        self._states = list(state_dict["rates"])
+        self._is_resumed = bool(self._states)  # none in what Lightning's Tuner saves before the training begins
         self._harm.load_state_dict(state_dict.get("harm", {}))
         self._losses = list(state_dict.get("losses", []))  # older checkpoints have none
         self.changes = [Change(int(step), factor, reason) for step, factor, reason in state_dict["changes"]]

@@ -16,10 +16,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
 from torch import nn
+from torch.utils.data import DataLoader
 
 from fakes.models import small_lightning
-from fakes.models.denoisers import Denoiser, fit
+from fakes.models.denoisers import Denoiser, batches, fit
 from fakes.processes.ranks import run_ranks
 from fakes.runs import trainings
 from lightning_aigc.callbacks import AdaptiveLR
@@ -191,6 +193,16 @@ def test_a_second_fit_starts_anew() -> None:
     second = Scheduled()
     fit(second, [adaptive])
     assert adaptive.changes == first
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+def test_a_search_of_the_tuner_is_no_run_to_go_on_with(tmp_path: Path) -> None:
+    module, adaptive = Scheduled(), AdaptiveLR(search=False)
+    trainer = fit(module, [adaptive, Peaks(15)], default_root_dir=tmp_path)
+    assert [change.step for change in adaptive.changes] == [15]
+    assert Tuner(trainer).lr_find(module, DataLoader(batches(8), batch_size=None), num_training=5) is not None
+    fit(Scheduled(), [adaptive])
+    assert adaptive.changes == [] and adaptive.report_entries() == {"rate_changes": []}
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
