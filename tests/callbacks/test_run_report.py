@@ -116,6 +116,35 @@ def test_the_weights_end_the_same_with_and_without_a_report(tmp_path: Path) -> N
     assert torch.equal(plain.colour, reported.colour)
 
 
+class Returner(Painter):
+    """Returns its loss, which is not finite from a step on, and logs it by another name or not at all."""
+
+    def __init__(self, name: str | None, bad_from: int = 99) -> None:
+        super().__init__()
+        self.name, self.bad_from = name, bad_from
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = (self.colour - 0.0 * batch.view(-1, 1, 1, 1)).square().mean()
+        if self.name is not None:
+            self.log(self.name, loss)
+        return {"loss": loss * float("nan") if self.global_step >= self.bad_from else loss}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", [None, "train_loss"])
+def test_the_returned_loss_is_the_curve_where_none_is_logged(name: str | None, accumulate: int, tmp_path: Path) -> None:
+    fit(tmp_path, RunReport(), module=Returner(name), accumulate_grad_batches=accumulate)
+    fit(tmp_path / "logged", RunReport(), module=Returner("loss"), accumulate_grad_batches=accumulate)
+    found, wanted = (read_run(root).curves["loss"] for root in (tmp_path, tmp_path / "logged"))
+    assert found.steps == wanted.steps
+    assert found.values == pytest.approx(wanted.values)
+
+
+def test_a_returned_loss_that_is_not_finite_is_the_verdict(tmp_path: Path) -> None:
+    fit(tmp_path, RunReport(), module=Returner(None, bad_from=3))
+    assert "Diverged: the loss is not finite from step 4 on" in judge(read_run(tmp_path)).sentence
+
+
 def test_a_second_fit_reports_nothing_of_the_first(tmp_path: Path) -> None:
     reused, fresh = RunReport(), RunReport()
     fit(tmp_path / "first", reused, steps=9)

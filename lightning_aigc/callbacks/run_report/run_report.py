@@ -178,7 +178,7 @@ class RunReport(Callback):
     ) -> None:
         if self._is_off:
             return
-        self._curves.after_batch(trainer)
+        self._curves.after_batch(trainer, outputs)
         if trainer.is_global_zero and time.perf_counter() - self._page_written_at >= RENEWED_EVERY_S:
             self._write_so_far(trainer, pl_module)  # a run that is killed leaves what it has measured
 

@@ -77,7 +77,7 @@ class FrozenSamples:
 
     def leave_out_trainable(self) -> None:
         """Judge no more those that are trainable now."""
-        if any([p.requires_grad for p in self._parameters]):  # a list: a generator takes twice the time
+        if True in [p.requires_grad for p in self._parameters]:  # a generator takes twice the time of a list
             self.frozen -= {id(p) for p in self._parameters if p.requires_grad}
             self._parameters = [p for p in self._parameters if not p.requires_grad]
 
