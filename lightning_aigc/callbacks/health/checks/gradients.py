@@ -265,7 +265,7 @@ def _of_values(stats: ParameterStats, i: int, limits: HealthThresholds, remedies
                 "warning",
                 f"{share} of its gradient's values or more have one size",
                 "values clipped one by one, a saturated float16 range, or a loss that only sees signs",
-                remedies.safe_precision() if remedies.precision.startswith("16") else "gradient_clip_algorithm: norm",
+                remedies.alike(),
             )
         ]
     if stats.zero_share[i] >= limits.alike_share and stats.dims[i] > 1:
