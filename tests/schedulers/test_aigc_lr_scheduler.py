@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import io
 import warnings
 from collections.abc import Iterator
@@ -166,11 +167,26 @@ def test_steps_beyond_the_end_of_the_decay_are_named_once() -> None:
     for _ in range(3):  # the last call comes after the last step
         optimizer.step()
         schedule.step()
-    with pytest.warns(UserWarning, match=r"beyond total_steps=3, where the rate is 0; give all steps") as found:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
         for _ in range(3):
             optimizer.step()
             schedule.step()
-    assert len(found) == 1
+    assert [str(one.message) for one in found] == [
+        "AIGCLRScheduler: the training goes beyond total_steps=3, where the rate is 0; give all steps of the training"
+        " as total_steps"
+    ]
+
+
+def test_the_example_warns_of_nothing_and_a_loss_may_still_require_its_gradient() -> None:
+    [example] = doctest.DocTestFinder(recurse=False).find(AIGCLRScheduler, globs={"AIGCLRScheduler": AIGCLRScheduler})
+    runner = doctest.DocTestRunner()
+    runner.run(example)
+    assert runner.summarize(verbose=False).failed == 0
+    parameter = torch.nn.Parameter(torch.ones(1))
+    schedule = AIGCLRScheduler(torch.optim.SGD([parameter], 0.1), warmup_steps=0)
+    schedule.optimizer.step()
+    schedule.step(metrics={"loss": parameter.square().sum()})
 
 
 def test_no_rate_given_keeps_the_groups_own() -> None:
