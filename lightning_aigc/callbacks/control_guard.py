@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
+from lightning_aigc.callbacks.sampling.pairs import begins_anew
 from lightning_aigc.callbacks.saving.save_result import best_path, set_aside_best, set_aside_earlier_run
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
@@ -78,16 +79,22 @@ class ControlGuard(Callback):
             )
         self.every_n_steps, self.num_images = every_n_steps, num_images
         self.patience, self.give_up_after, self.save_best = patience, give_up_after, save_best
+        self._batch: dict[str, Any] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self.gaps: list[tuple[int, float, float]] = []
         """Step, gap and its standard error, both as shares of the loss."""
         self.appeared_at: int | None = None
         self.best_step: int | None = None
-        self._batch: dict[str, Any] | None = None
         self._has_warned = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._batch = None
+        if begins_anew(trainer):
+            self._reset()
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         wanted: tuple[tuple[Any, Any, str], ...] = (
             (pl_module, SupportsControlCheck, "a model with control_batch and control_losses"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_aigc.atomic_file import warns_if_unwritten
+from lightning_aigc.callbacks.sampling.pairs import begins_anew
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
@@ -67,12 +68,17 @@ class EdgeReport(Callback):
             )
         self.num_images, self.every_n_steps, self.shown = num_images, every_n_steps, shown
         self.tolerance, self.seed = tolerance, seed
+        self._reset()
+
+    def _reset(self) -> None:
         self.scores: list[tuple[int, dict[str, float]]] = []
         """Step and what EdgeFidelity computed."""
         self.sheet: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if stage == "fit" and begins_anew(trainer):
+            self._reset()
         if stage == "fit" and not (
             isinstance(pl_module, SamplesWithConditions) and isinstance(data, HasHeldOutBatches)
         ):

@@ -208,6 +208,19 @@ def test_a_run_that_the_guard_stopped_is_finished_until_its_patience_is_raised(t
     assert find_finished(trainer, *given) is None
 
 
+def test_a_guard_of_two_trainers_watches_each_by_itself_and_goes_on_in_a_second_fit_of_one(tmp_path: Path) -> None:
+    watching, fresh = guard(stop=False), guard(stop=False)
+    fit(Painter(), tmp_path / "first", watching, steps=8)
+    trainer = fit(Painter(), tmp_path / "second", watching, steps=4)
+    fit(Painter(), tmp_path / "fresh", fresh, steps=4)
+    assert str(watching.checks) == str(fresh.checks) and watching.best_step == fresh.best_step == 4
+    assert watching.best_file == str(tmp_path / "second" / "lora_best.safetensors")
+    trainer.fit_loop.epoch_loop.max_steps = 8
+    painter = Painter()
+    trainer.fit(painter, DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=4))
+    assert [check.step for check in watching.checks] == [0, 2, 4, 6, 8] and watching.best_step == BEST_STEP
+
+
 def test_a_guard_that_is_asked_for_other_pictures_begins_anew(tmp_path: Path) -> None:
     first = guard()
     first._prompts, first.checks, first.best_step = PROMPTS, [Check(0, {"clip_t": [0.1] * 4})], 0

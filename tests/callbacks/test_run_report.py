@@ -20,6 +20,7 @@ from lightning_aigc.callbacks import (
     AdaptiveLR,
     CLIPConvergenceGuard,
     ExactSnapshot,
+    FineTuneCheck,
     GradientHealthMonitor,
     RunProgress,
     RunReport,
@@ -89,6 +90,29 @@ def fit(
     loader = DataLoader(torch.linspace(0, 1, 8), batch_size=2)
     Trainer(callbacks=list(callbacks), **options).fit(module, loader, ckpt_path=ckpt_path)
     return module
+
+
+def test_callbacks_of_two_trainers_say_of_the_second_what_fresh_ones_say(tmp_path: Path) -> None:
+    def watch() -> tuple[RunReport, FineTuneCheck, SampleGrid]:
+        return RunReport("embedded:clip"), FineTuneCheck(clip_model="embedded:clip"), SampleGrid(every_n_steps=3)
+
+    class Others(Painter):
+        validation_prompts = ("a green hat", "a red mug on white", "a brown shoe")
+
+    reused, fresh = watch(), watch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(tmp_path / "a", *reused, steps=9, module=Painter(is_slow=True))
+        fit(tmp_path / "b", *reused, steps=9)
+        fit(tmp_path / "c", *reused, module=Others())
+        fit(tmp_path / "d", *fresh, module=Others())
+    assert str(reused[1].figures) == str(fresh[1].figures) and reused[1].findings == fresh[1].findings
+    assert [Path(path).parts[-3:] for _, path in reused[2].history] == [
+        ("c", "samples", f"step_{step:06d}.png") for step in (0, 3, 6)
+    ]
+    records = [read_run(tmp_path / name) for name in "cd"]
+    assert str(records[0].scores) == str(records[1].scores) and records[0].notes == records[1].notes == []
+    assert [picture.prompt for picture in records[0].pictures] == [picture.prompt for picture in records[1].pictures]
 
 
 def test_every_fit_leaves_a_summary_with_the_promised_keys(tmp_path: Path) -> None:

@@ -93,15 +93,16 @@ class RunReport(Callback):
             raise UserError(f"RunReport.num_images must be at least 1, got {num_images}")
         self.clip_model, self.clip_pretrained = clip_model, clip_pretrained
         self.prompts, self.prior_prompts = prompts, list(prior_prompts)
+        self._are_prompts_given = prompts is not None
         self.num_images, self.seed, self.images_shown = num_images, seed, images_shown
         self.summary: dict[str, Any] = {}
-        self._judge: Judge | None = None
-        self._notes: list[str] = []
         self._is_off = False
-        self._resumed: dict[str, Any] | None = None
         self._reset()
 
     def _reset(self) -> None:
+        self._judge: Judge | None = None
+        self._notes: list[str] = []
+        self._resumed: dict[str, Any] | None = None
         self._curves = RunCurves()
         self._grids: list[Check] = []
         prompts = {"": self.prompts or (), "prior_": self.prior_prompts}
@@ -121,7 +122,7 @@ class RunReport(Callback):
         if self._is_off:
             return
         order_callbacks(trainer)
-        if self.prompts is None:
+        if not self._are_prompts_given:
             self.prompts = find_prompts(pl_module, None)
         self._reset()  # a report may serve two fits; a checkpoint is loaded after this
         if self.clip_model is not None and isinstance(pl_module, SupportsSampling) and self.prompts:

@@ -36,6 +36,14 @@ class SampledPairs:
     """Each score [N] by name, on the training's device; empty without a judge."""
 
 
+def begins_anew(trainer: Trainer) -> bool:
+    """Whether the fit whose `setup` this is has no steps behind it, so that what a callback knows is of another fit.
+
+    A second fit of one Trainer goes on, and a checkpoint is loaded after `setup`.
+    """
+    return trainer.global_step == 0
+
+
 def make_pairs(prompts: Sequence[str], seeds: Sequence[int]) -> list[Pair]:
     """Every prompt with every seed, prompt by prompt."""
     return [(prompt, seed) for prompt in prompts for seed in seeds]
