@@ -1,16 +1,67 @@
-"""Checks of settings: errors about ranges that give the YAML key, and sentences on settings that change nothing."""
+"""Checks of settings: errors about types and ranges, and sentences on settings that change nothing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from lightning_aigc.errors import ModelError
+from lightning_aigc.errors import ConfigError, ModelError
 
 Readers = Mapping[str, tuple[str, tuple[Any, ...], str]]
 """For a setting: the one that makes it read, the values with which it does not, and a value with which it does, or
 nothing where that one needs more."""
+
+
+KINDS: Mapping[Any, tuple[type, str, str]] = {
+    bool: (bool, "true or false", "true or false"),
+    int: (Integral, "a whole number", "whole numbers"),
+    float: (Real, "a number", "numbers"),
+    str: (str, "a string", "strings"),
+    Path: (Path, "a path", "paths"),
+    NoneType: (NoneType, "None", "None"),
+}
+"""By what a signature says: the class of values that are taken, and in an error the name of one and of several."""
+
+
+def check_types(constructor: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Check the arguments of a constructor by its annotations; call it first in there, with `locals()`.
+
+    Numbers, strings, lists of them and None are checked. What else an annotation names takes any value here.
+
+    Raises: ConfigError for the first argument of another type.
+    """
+    for name, hint in get_type_hints(constructor).items():
+        if name not in given:
+            continue
+        value = given[name]
+        hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if any(_wanted(each) is None or _fits(value, each) for each in hints):
+            continue
+        wanted = " or ".join(str(_wanted(each)) for each in hints)
+        write = f"; write [{value!r}]" if isinstance(value, str) and any(get_args(each) for each in hints) else ""
+        raise ConfigError(f"got {type(given['self']).__name__} {name}={value!r}; wanted {wanted}{write}")
+
+
+def _wanted(hint: Any) -> str | None:
+    """The name of a kind of values; None where it is not checked."""
+    if get_origin(hint) in (list, Sequence):
+        [item] = get_args(hint)
+        return f"a list of {KINDS[item][2]}" if item in KINDS else None
+    return KINDS[hint][1] if hint in KINDS else None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (list, Sequence):
+        return (
+            isinstance(value, Sequence)
+            and not isinstance(value, str)
+            and all(_fits(v, get_args(hint)[0]) for v in value)
+        )
+    return isinstance(value, KINDS[hint][0]) and (hint is bool or not isinstance(value, bool))
 
 
 def check_at_least_one(settings: Any, *names: str) -> None:

@@ -22,7 +22,7 @@ from lightning_aigc.report.paired_scores import improvement
 from lightning_aigc.report.record import RateChange
 from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate, sets_own_rate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
-from lightning_aigc.setting_checks import Readers, unread_settings
+from lightning_aigc.setting_checks import Readers, check_types, unread_settings
 from lightning_aigc.sharding.local_parts import original_class
 
 READERS: Readers = {
@@ -70,6 +70,7 @@ class AdaptiveLR(Callback):
         recovery_steps: int = 50,
         max_raise: float = 5.0,
     ) -> None:
+        check_types(AdaptiveLR.__init__, locals())
         if search not in (True, False, "auto"):
             raise ConfigError(f"AdaptiveLR search must be true, false or auto, got {search!r}")
         self._is_auto = search == "auto"

@@ -29,6 +29,7 @@ from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 from lightning_aigc.protocols import HasReferenceImages, SavesLoRA, SavesModel
 from lightning_aigc.report.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
 from lightning_aigc.report.record import GuardResult
+from lightning_aigc.setting_checks import check_types
 
 Metric = Literal["clip_t", "clip_i", "mean", "edit", "direction", "kept"]
 OF_PROMPTS, OF_EDITS = ("clip_t", "clip_i", "mean"), ("edit", "direction", "kept")
@@ -85,8 +86,9 @@ class CLIPConvergenceGuard(Callback):
         reference_images: int = 64,
         directory: str | None = None,
     ) -> None:
-        if isinstance(prompts, str) or (prompts is not None and not prompts):
-            raise ConfigError(f"got CLIPConvergenceGuard prompts={prompts!r}; wanted a list of prompts, or None")
+        check_types(CLIPConvergenceGuard.__init__, locals())
+        if prompts is not None and not prompts:
+            raise ConfigError("got CLIPConvergenceGuard prompts=[]; wanted a list of prompts, or None")
         if metric not in (*OF_PROMPTS, *OF_EDITS):
             wanted = ", ".join((*OF_PROMPTS, *OF_EDITS))
             raise ConfigError(f"got CLIPConvergenceGuard metric={metric!r}; wanted one of {wanted}")

@@ -20,6 +20,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.protocols import HasHeldOutBatches, SavesModel
 from lightning_aigc.rng import isolate_rng
+from lightning_aigc.setting_checks import check_types
 
 APPEARED_STDERRS = 4.0
 """Standard errors by which the paired difference must be above zero."""
@@ -72,6 +73,7 @@ class ControlGuard(Callback):
         give_up_after: int = 0,
         save_best: bool = True,
     ) -> None:
+        check_types(ControlGuard.__init__, locals())
         if every_n_steps < 1 or num_images < 2 or patience < 0 or give_up_after < 0:
             raise ConfigError(
                 "ControlGuard wants every_n_steps >= 1, num_images >= 2, patience and give_up_after >= 0, got"

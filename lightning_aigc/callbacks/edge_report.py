@@ -18,6 +18,7 @@ from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import EdgeFidelity, canny
 from lightning_aigc.protocols import HasHeldOutBatches
 from lightning_aigc.rng import isolate_rng
+from lightning_aigc.setting_checks import check_types
 
 TITLE = "Edges: condition, result, its edges, original"
 SHEETS = "edge_report"
@@ -61,6 +62,7 @@ class EdgeReport(Callback):
     def __init__(
         self, num_images: int = 32, every_n_steps: int = 0, shown: int = 8, tolerance: int = 1, seed: int = 1000
     ) -> None:
+        check_types(EdgeReport.__init__, locals())
         if num_images < 2 or every_n_steps < 0 or shown < 0:
             raise ConfigError(
                 "EdgeReport wants num_images >= 2, every_n_steps >= 0 and shown >= 0, got"

@@ -28,6 +28,7 @@ from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.gradient_sync.transport.process_groups import errors_of_all_ranks
 from lightning_aigc.rng import isolate_rng
+from lightning_aigc.setting_checks import check_types
 
 
 @runtime_checkable
@@ -75,8 +76,9 @@ class SampleGrid(Callback):
         columns: int | None = None,
         directory: str | None = None,
     ) -> None:
-        if isinstance(prompts, str) or (prompts is not None and not prompts):
-            raise ConfigError(f"got SampleGrid prompts={prompts!r}; wanted a list of at least one prompt, or None")
+        check_types(SampleGrid.__init__, locals())
+        if prompts is not None and not prompts:
+            raise ConfigError("got SampleGrid prompts=[]; wanted a list of at least one prompt, or None")
         for name, value in (("every_n_steps", every_n_steps), ("num_images", num_images), ("columns", columns)):
             if value is not None and value < 1:
                 raise ConfigError(

@@ -29,6 +29,7 @@ from lightning_aigc.callbacks.sampling.pairs import (
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.protocols import DescribesTrainingData, HasReferenceImages
 from lightning_aigc.report.record import FineTuneFinding, FineTuneResult
+from lightning_aigc.setting_checks import check_types
 
 FILE = "fine_tune.json"
 
@@ -78,12 +79,10 @@ class FineTuneCheck(Callback):
         clip_pretrained: str | None = None,
         reference_images: int = 64,
     ) -> None:
+        check_types(FineTuneCheck.__init__, locals())
         for name, value in (("num_images", num_images), ("reference_images", reference_images)):
             if value < 1:
                 raise ConfigError(f"FineTuneCheck {name} must be at least 1, got {value}")
-        for name, given in (("prompts", prompts), ("class_prompts", class_prompts)):
-            if isinstance(given, str):
-                raise ConfigError(f"FineTuneCheck {name} is a list of prompts, got {given!r}; write [{given}]")
         self.prompts, self.class_prompts = prompts, class_prompts
         self.num_images, self.seed = num_images, seed
         self.clip_model, self.clip_pretrained = clip_model, clip_pretrained

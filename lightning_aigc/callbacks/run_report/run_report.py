@@ -44,6 +44,7 @@ from lightning_aigc.report.run_page import render_run_page
 from lightning_aigc.report.summary import summary_of, summary_table
 from lightning_aigc.report.units import UNKNOWN
 from lightning_aigc.secrets import redact_text
+from lightning_aigc.setting_checks import check_types
 
 REPORT_FILE = "report.html"
 RENEWED_EVERY_S = 20.0
@@ -89,6 +90,7 @@ class RunReport(Callback):
         seed: int = 1000,
         images_shown: int = 4,
     ) -> None:
+        check_types(RunReport.__init__, locals())
         if num_images < 1:
             raise UserError(f"RunReport.num_images must be at least 1, got {num_images}")
         self.clip_model, self.clip_pretrained = clip_model, clip_pretrained
