@@ -24,7 +24,7 @@ KINDS: Mapping[Any, tuple[type, str, str]] = {
     Path: (Path, "a path", "paths"),
     NoneType: (NoneType, "None", "None"),
 }
-"""By what a signature says: the class of values that are taken, and in an error the name of one and of several."""
+"""Kinds by their annotation: the class of values that are taken, and in an error the name of one and of several."""
 
 
 def check_types(constructor: Callable[..., None], given: Mapping[str, Any]) -> None:
@@ -62,6 +62,14 @@ def _fits(value: Any, hint: Any) -> bool:
             and all(_fits(v, get_args(hint)[0]) for v in value)
         )
     return isinstance(value, KINDS[hint][0]) and (hint is bool or not isinstance(value, bool))
+
+
+def check_lists(settings: Any, *names: str) -> None:
+    """Raise ModelError for the first of these settings that is a string and not a list of them."""
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, str):
+            raise ModelError(f"got model.init_args.{name}={value!r}; wanted a list of strings; write [{value!r}]")
 
 
 def check_at_least_one(settings: Any, *names: str) -> None:

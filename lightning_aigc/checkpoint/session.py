@@ -77,7 +77,7 @@ class SnapshotSession:
         """Whether the run that is resumed has finished already."""
         self.is_closed = False
         self._loads = 0
-        """How often a checkpoint was asked for: the fit's own, then those of Lightning's trials."""
+        """Number of times that a checkpoint was asked for: the fit's own, then those of Lightning's trials."""
         self._is_trial = False
         """Whether the loops run for Lightning's Tuner, whose steps are taken back."""
         self._are_finite = True

@@ -97,7 +97,7 @@ class FineTuneCheck(Callback):
         self.figures: Figures | None = None
         self._before: list[Pictures] = []
         self._before_of: list[Any] = []
-        """What the images before were asked for with."""
+        """Settings that the images before were drawn with."""
         self._text_before: Tensor | None = None
 
     def prompts_drawn(self, trainer: Trainer) -> list[str]:

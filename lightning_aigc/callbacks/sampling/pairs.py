@@ -21,7 +21,7 @@ from lightning_aigc.rng import isolate_rng
 from lightning_aigc.sharding.local_parts import original_class
 
 OVERSHOOT = 0.25
-"""How far images may lie outside of 0..1, as those of a decoder that does not clamp do."""
+"""Distance that images may lie outside of 0..1, as those of a decoder that does not clamp do."""
 HOW_TO_SAMPLE = (
     "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
     "image for each pair, [N, 3, H, W] in 0..1"
@@ -41,7 +41,7 @@ class SampledPairs:
 def begins_anew(trainer: Trainer) -> bool:
     """Whether the fit whose `setup` this is has no steps behind it, so that what a callback knows is of another fit.
 
-    A second fit of one Trainer goes on, and a checkpoint is loaded after `setup`.
+    A second fit of one Trainer continues, and a checkpoint is loaded after `setup`.
     """
     return trainer.global_step == 0
 

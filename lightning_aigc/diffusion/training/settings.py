@@ -14,6 +14,7 @@ from lightning_aigc.quantization import BaseQuantization
 from lightning_aigc.setting_checks import (
     Readers,
     check_at_least_one,
+    check_lists,
     check_not_negative,
     check_positive,
     check_share,
@@ -114,6 +115,7 @@ class TrainingSettings(ObjectiveSettings):
     def __post_init__(self) -> None:
         """Check the values. Raises: ModelError or ConfigError with the name of the first wrong one."""
         super().__post_init__()
+        check_lists(self, "validation_prompts", "validation_sources", "base_quantization_skip")
         check_at_least_one(
             self, "validation_steps", "num_validation_images", "checkpointing_steps", "num_inference_steps"
         )

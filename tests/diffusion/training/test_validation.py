@@ -127,6 +127,11 @@ def test_test_gives_the_same_loss_and_nothing_held_out_is_one_sentence(pictures:
         validate(tmp_path, make_trainer(tmp_path), validation_split=0.0)
 
 
+def test_a_prompt_that_is_no_list_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"validation_prompts='a mug'; wanted a list of strings; write \['a mug'\]"):
+        make_module(tmp_path, validation_prompts="a mug")
+
+
 def test_predict_writes_a_sheet_and_names_missing_prompts(pictures: Path, tmp_path: Path) -> None:
     module = make_module(tmp_path, validation_prompts=["a zorp mug", "a zorp teapot"], num_validation_images=2)
     (images,) = make_trainer(tmp_path).predict(module)  # type: ignore[misc]

@@ -37,7 +37,7 @@ class OptimizerHistory:
         self.named: Named = []
         """The parameters whose gradients are read."""
         self.without_gradient: Named = []
-        """Those that had none at any step since the last look."""
+        """Parameters without one at any step since the last look."""
         self._loaded: list[str] | None = None
         self.samples: WeightSamples | None = None
         self.ratios: Tensor | None = None
