@@ -1,53 +1,81 @@
-"""Checks of settings: errors about ranges that give the YAML key, and sentences on settings that change nothing."""
+"""Checks of settings: errors about types and ranges, and sentences on settings that change nothing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Integral, Real
-from types import UnionType
+from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from lightning_aigc.errors import ModelError
+from lightning_aigc.errors import ConfigError, ModelError
 
 Readers = Mapping[str, tuple[str, tuple[Any, ...], str]]
 """For a setting: the one that makes it read, the values with which it does not, and a value with which it does, or
 nothing where that one needs more."""
 
 
-KINDS: dict[Any, tuple[Any, str]] = {
-    bool: (bool, "true or false"),
-    int: (Integral, "a whole number"),
-    float: (Real, "a number"),
-    str: (str, "a text"),
-    Sequence: ((list, tuple), "a list"),
-    list: ((list, tuple), "a list"),
-    type(None): (type(None), "null"),
+KINDS: Mapping[Any, tuple[type, str, str]] = {
+    bool: (bool, "true or false", "true or false"),
+    int: (Integral, "a whole number", "whole numbers"),
+    float: (Real, "a number", "numbers"),
+    str: (str, "a string", "strings"),
+    Path: (Path, "a path", "paths"),
+    NoneType: (NoneType, "None", "None"),
 }
-"""For a type in a signature: the classes of its values, and its name in a sentence."""
+"""Kinds by their annotation: the class of values that are taken, and in an error the name of one and of several."""
 
 
-def check_types(settings: Any) -> None:
-    """Raise ModelError for the first field of a dataclass whose value is of another type than its annotation."""
-    hints = get_type_hints(type(settings))
-    for each in fields(settings):
-        value = getattr(settings, each.name)
-        kinds = _kinds(hints[each.name]) if each.init else []
-        fits = [isinstance(value, KINDS[kind][0]) and (kind is bool) >= isinstance(value, bool) for kind in kinds]
-        if kinds and not any(fits):
-            wanted = " or ".join(dict.fromkeys(KINDS[kind][1] for kind in kinds))
-            if isinstance(value, str):
-                wanted = wanted.replace("a list", f"a list such as [{value}]")
-            raise ModelError(f"model.init_args.{each.name} must be {wanted}, got {value!r}")
+def check_types(constructor: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Check the arguments of a constructor by its annotations; call it first in there, with `locals()`.
+
+    Raises: ConfigError for the first argument of another type.
+    """
+    for name, wanted in _of_another_type(get_type_hints(constructor), given):
+        raise ConfigError(f"got {type(given['self']).__name__} {name}={given[name]!r}; wanted {wanted}")
 
 
-def _kinds(hint: Any) -> list[Any]:
-    """The types that a value may have; none where one of them is not in `KINDS`."""
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    found = [get_origin(part) or part for part in parts]
-    return found if all(part in KINDS for part in found) else []
+def check_fields(settings: Any) -> None:
+    """Check the values of a dataclass by its annotations. Raises: ModelError for the first of another type."""
+    given = {each.name: getattr(settings, each.name) for each in fields(settings) if each.init}
+    for name, wanted in _of_another_type(get_type_hints(type(settings)), given):
+        raise ModelError(f"model.init_args.{name}: got {given[name]!r}; wanted {wanted}")
+
+
+def _of_another_type(hints: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The values of another type than annotated, by name, with the type in words.
+
+    Numbers, strings, lists of them and None are checked. What else an annotation names takes any value here.
+    """
+    for name in [name for name in hints if name in given]:
+        value, hint = given[name], hints[name]
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if any(_wanted(kind) is None or _fits(value, kind) for kind in kinds):
+            continue
+        wanted = " or ".join(str(_wanted(kind)) for kind in kinds)
+        is_list = isinstance(value, str) and any(get_args(kind) for kind in kinds)
+        yield name, f"{wanted}; write [{value!r}]" if is_list else wanted
+
+
+def _wanted(hint: Any) -> str | None:
+    """The name of a kind of values; None where it is not checked."""
+    if get_origin(hint) in (list, Sequence):
+        [item] = get_args(hint)
+        return f"a list of {KINDS[item][2]}" if item in KINDS else None
+    return KINDS[hint][1] if hint in KINDS else None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (list, Sequence):
+        return (
+            isinstance(value, Sequence)
+            and not isinstance(value, str)
+            and all(_fits(v, get_args(hint)[0]) for v in value)
+        )
+    return isinstance(value, KINDS[hint][0]) and (hint is bool or not isinstance(value, bool))
 
 
 def unknown_argument(owner: str, name: str, known: Iterable[str]) -> ModelError:

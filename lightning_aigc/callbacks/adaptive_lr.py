@@ -22,7 +22,7 @@ from lightning_aigc.report.paired_scores import improvement
 from lightning_aigc.report.record import RateChange
 from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate, sets_own_rate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
-from lightning_aigc.setting_checks import Readers, unread_settings
+from lightning_aigc.setting_checks import Readers, check_types, unread_settings
 from lightning_aigc.sharding.local_parts import original_class
 
 READERS: Readers = {
@@ -70,6 +70,7 @@ class AdaptiveLR(Callback):
         recovery_steps: int = 50,
         max_raise: float = 5.0,
     ) -> None:
+        check_types(AdaptiveLR.__init__, locals())
         if search not in (True, False, "auto"):
             raise ConfigError(f"AdaptiveLR search must be true, false or auto, got {search!r}")
         self._is_auto = search == "auto"
@@ -92,6 +93,10 @@ class AdaptiveLR(Callback):
     def factor(self) -> float:
         """Multiplier of the first optimizer's scheduled rate; 1 before training."""
         return self._rates[0].control.factor if self._rates else 1.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._states, self._is_resumed = [], False  # a checkpoint is loaded after this
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raises: ConfigError without an optimizer, or for an optimizer whose rate must not be adapted."""
@@ -217,7 +222,8 @@ class AdaptiveLR(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._states, self._is_resumed = list(state_dict["rates"]), True
+        self._states = list(state_dict["rates"])
+        self._is_resumed = bool(self._states)  # none in what Lightning's Tuner saves before the training begins
         self._harm.load_state_dict(state_dict.get("harm", {}))
         self._losses = list(state_dict.get("losses", []))  # older checkpoints have none
         self.changes = [Change(int(step), factor, reason) for step, factor, reason in state_dict["changes"]]

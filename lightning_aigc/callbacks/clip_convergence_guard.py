@@ -17,6 +17,7 @@ from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.callbacks.sampling.judges import Judge, Pair, draws_edits, make_judge
 from lightning_aigc.callbacks.sampling.pairs import (
     SampledPairs,
+    begins_anew,
     find_prompts,
     make_pairs,
     require_sampling,
@@ -28,6 +29,7 @@ from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 from lightning_aigc.protocols import HasReferenceImages, SavesLoRA, SavesModel
 from lightning_aigc.report.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
 from lightning_aigc.report.record import GuardResult
+from lightning_aigc.setting_checks import check_types
 
 Metric = Literal["clip_t", "clip_i", "mean", "edit", "direction", "kept"]
 OF_PROMPTS, OF_EDITS = ("clip_t", "clip_i", "mean"), ("edit", "direction", "kept")
@@ -84,8 +86,9 @@ class CLIPConvergenceGuard(Callback):
         reference_images: int = 64,
         directory: str | None = None,
     ) -> None:
-        if isinstance(prompts, str) or (prompts is not None and not prompts):
-            raise ConfigError(f"got CLIPConvergenceGuard prompts={prompts!r}; wanted a list of prompts, or None")
+        check_types(CLIPConvergenceGuard.__init__, locals())
+        if prompts is not None and not prompts:
+            raise ConfigError("got CLIPConvergenceGuard prompts=[]; wanted a list of prompts, or None")
         if metric not in (*OF_PROMPTS, *OF_EDITS):
             wanted = ", ".join((*OF_PROMPTS, *OF_EDITS))
             raise ConfigError(f"got CLIPConvergenceGuard metric={metric!r}; wanted one of {wanted}")
@@ -102,11 +105,14 @@ class CLIPConvergenceGuard(Callback):
         self.save_best, self.stop = save_best, stop
         self.clip_model, self.clip_pretrained = clip_model, clip_pretrained
         self.reference_images, self.directory = reference_images, directory
+        self._judge: Judge | None = None
+        self._prompts: list[str] = []
+        self._reset()
+
+    def _reset(self) -> None:
         self.checks: list[Check] = []
         self.best_step: int | None = None
         self.best_file: str | None = None
-        self._judge: Judge | None = None
-        self._prompts: list[str] = []
         self._first_images: Tensor | None = None
         self._last_images: Tensor | None = None
         self._last_step = -1
@@ -167,7 +173,12 @@ class CLIPConvergenceGuard(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises: ModelError without `sample` or a CLIP model, ConfigError without prompts or references."""
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if stage != "fit":
+            return
+        self._judge = None
+        if begins_anew(trainer):
+            self._reset()
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         require_sampling(pl_module, "CLIPConvergenceGuard")
         fitting = OF_EDITS if draws_edits(trainer) else OF_PROMPTS

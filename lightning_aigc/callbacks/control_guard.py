@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
+from lightning_aigc.callbacks.sampling.pairs import begins_anew
 from lightning_aigc.callbacks.saving.save_result import best_path, set_aside_best, set_aside_earlier_run
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.protocols import HasHeldOutBatches, SavesModel
 from lightning_aigc.rng import isolate_rng
+from lightning_aigc.setting_checks import check_types
 
 APPEARED_STDERRS = 4.0
 """Standard errors by which the paired difference must be above zero."""
@@ -71,6 +73,7 @@ class ControlGuard(Callback):
         give_up_after: int = 0,
         save_best: bool = True,
     ) -> None:
+        check_types(ControlGuard.__init__, locals())
         if every_n_steps < 1 or num_images < 2 or patience < 0 or give_up_after < 0:
             raise ConfigError(
                 "ControlGuard wants every_n_steps >= 1, num_images >= 2, patience and give_up_after >= 0, got"
@@ -78,16 +81,22 @@ class ControlGuard(Callback):
             )
         self.every_n_steps, self.num_images = every_n_steps, num_images
         self.patience, self.give_up_after, self.save_best = patience, give_up_after, save_best
+        self._batch: dict[str, Any] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self.gaps: list[tuple[int, float, float]] = []
         """Step, gap and its standard error, both as shares of the loss."""
         self.appeared_at: int | None = None
         self.best_step: int | None = None
-        self._batch: dict[str, Any] | None = None
         self._has_warned = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._batch = None
+        if begins_anew(trainer):
+            self._reset()
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         wanted: tuple[tuple[Any, Any, str], ...] = (
             (pl_module, SupportsControlCheck, "a model with control_batch and control_losses"),

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_aigc.atomic_file import warns_if_unwritten
+from lightning_aigc.callbacks.sampling.pairs import begins_anew
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import EdgeFidelity, canny
 from lightning_aigc.protocols import HasHeldOutBatches
 from lightning_aigc.rng import isolate_rng
+from lightning_aigc.setting_checks import check_types
 
 TITLE = "Edges: condition, result, its edges, original"
 SHEETS = "edge_report"
@@ -60,6 +62,7 @@ class EdgeReport(Callback):
     def __init__(
         self, num_images: int = 32, every_n_steps: int = 0, shown: int = 8, tolerance: int = 1, seed: int = 1000
     ) -> None:
+        check_types(EdgeReport.__init__, locals())
         if num_images < 2 or every_n_steps < 0 or shown < 0:
             raise ConfigError(
                 "EdgeReport wants num_images >= 2, every_n_steps >= 0 and shown >= 0, got"
@@ -67,12 +70,17 @@ class EdgeReport(Callback):
             )
         self.num_images, self.every_n_steps, self.shown = num_images, every_n_steps, shown
         self.tolerance, self.seed = tolerance, seed
+        self._reset()
+
+    def _reset(self) -> None:
         self.scores: list[tuple[int, dict[str, float]]] = []
         """Step and what EdgeFidelity computed."""
         self.sheet: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if stage == "fit" and begins_anew(trainer):
+            self._reset()
         if stage == "fit" and not (
             isinstance(pl_module, SamplesWithConditions) and isinstance(data, HasHeldOutBatches)
         ):

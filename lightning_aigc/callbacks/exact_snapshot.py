@@ -13,6 +13,7 @@ from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.run_report.run_facts import snapshots_in
 from lightning_aigc.checkpoint.session import Mode, SnapshotOptions, SnapshotSession
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.setting_checks import check_types
 
 
 class ExactSnapshot(Callback):
@@ -51,8 +52,9 @@ class ExactSnapshot(Callback):
         best_mode: Mode = "min",
         directory: str | None = None,
     ) -> None:
+        check_types(ExactSnapshot.__init__, locals())
         for name, value, least in (("every_n_steps", every_n_steps, 0), ("keep_last", keep_last, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if value < least:
                 raise ConfigError(f"ExactSnapshot.{name} must be {least} or more, got {value!r}")
         if every_n_seconds is not None and not every_n_seconds > 0:
             raise ConfigError(f"ExactSnapshot.every_n_seconds must be more than 0, or unset; got {every_n_seconds!r}")

@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_aigc._lightning import LightningModule, ProgressBar, Trainer
+from lightning_aigc.setting_checks import check_types
 
 HIDDEN_METRICS = ("v_num",)
 
@@ -27,6 +28,7 @@ class RunProgress(ProgressBar):
 
     def __init__(self, refresh_every_n_steps: int = 1) -> None:
         super().__init__()
+        check_types(RunProgress.__init__, locals())
         self.refresh_every_n_steps = refresh_every_n_steps
         self._bar: tqdm | None = None
         self._is_enabled = True

@@ -15,13 +15,20 @@ from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_z
 from lightning_aigc.callbacks.sampling.checks import check_images
 from lightning_aigc.callbacks.sampling.gathered import gathered_weights
 from lightning_aigc.callbacks.sampling.judges import Pair
-from lightning_aigc.callbacks.sampling.pairs import find_prompts, make_pairs, require_sampling, sample_pairs
+from lightning_aigc.callbacks.sampling.pairs import (
+    begins_anew,
+    find_prompts,
+    make_pairs,
+    require_sampling,
+    sample_pairs,
+)
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet, log_picture, write_png
 from lightning_aigc.callbacks.saving.save_result import set_aside_earlier_run
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.gradient_sync.transport.process_groups import errors_of_all_ranks
 from lightning_aigc.rng import isolate_rng
+from lightning_aigc.setting_checks import check_types
 
 
 @runtime_checkable
@@ -69,8 +76,9 @@ class SampleGrid(Callback):
         columns: int | None = None,
         directory: str | None = None,
     ) -> None:
-        if isinstance(prompts, str) or (prompts is not None and not prompts):
-            raise ConfigError(f"got SampleGrid prompts={prompts!r}; wanted a list of at least one prompt, or None")
+        check_types(SampleGrid.__init__, locals())
+        if prompts is not None and not prompts:
+            raise ConfigError("got SampleGrid prompts=[]; wanted a list of at least one prompt, or None")
         for name, value in (("every_n_steps", every_n_steps), ("num_images", num_images), ("columns", columns)):
             if value is not None and value < 1:
                 raise ConfigError(
@@ -84,10 +92,13 @@ class SampleGrid(Callback):
         self.seeds = list(seeds) if seeds is not None else list(range(seed, seed + num_images))
         self.columns = columns or len(self.seeds)
         self.directory = directory
-        self.history: list[tuple[int, str]] = []
-        """(step, path) of every grid on disk, in order."""
         self._prompts: list[str] = []
         self._folder: Path | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.history: list[tuple[int, str]] = []
+        """(step, path) of every grid of this run, in order."""
         self._cannot_write = False
         self._too_slow = False
         self._last_step = -1
@@ -110,6 +121,8 @@ class SampleGrid(Callback):
         """Raises: ModelError without a `sample` method, ConfigError without prompts or a folder to write to."""
         if stage != "fit":
             return
+        if begins_anew(trainer):
+            self._reset()
         require_sampling(pl_module, "SampleGrid")
         self._prompts = find_prompts(pl_module, self.prompts)
         if not self._prompts:

@@ -10,6 +10,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_aigc._lightning import Callback, LightningModule, Trainer
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, report_folder
+from lightning_aigc.setting_checks import check_types
 
 
 class StallWatch(Callback):
@@ -27,6 +28,7 @@ class StallWatch(Callback):
     """
 
     def __init__(self, after_s: float | None = None) -> None:
+        check_types(StallWatch.__init__, locals())
         if after_s is not None and after_s <= 0:
             raise ConfigError(f"StallWatch.after_s must be above 0, or null for a third of the timeout; got {after_s}")
         self._after_s = after_s

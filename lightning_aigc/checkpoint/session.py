@@ -38,7 +38,7 @@ from lightning_aigc.checkpoint.training_state import (
     configured_options,
     weights_are_finite,
 )
-from lightning_aigc.errors import SnapshotError
+from lightning_aigc.errors import ConfigError, SnapshotError
 from lightning_aigc.gradient_sync.transport.process_groups import reason_of
 
 Mode = Literal["min", "max"]
@@ -76,6 +76,10 @@ class SnapshotSession:
         self.is_over = False
         """Whether the run that is resumed has finished already."""
         self.is_closed = False
+        self._loads = 0
+        """Number of times that a checkpoint was asked for: the fit's own, then those of Lightning's trials."""
+        self._is_trial = False
+        """Whether the loops run for Lightning's Tuner, whose steps are taken back."""
         self._are_finite = True
         """Whether the trained weights were when they were last looked at."""
         self._poll = StopPoll(options.on_signal, options.every_n_seconds)
@@ -109,6 +113,10 @@ class SnapshotSession:
 
     def _load(self, path: Any, stock: Callable[[Any], None]) -> None:
         """Load a snapshot, Lightning's own checkpoint, or nothing, instead of Lightning's loading."""
+        self._loads += 1
+        if self._loads > 1:  # the state before a trial comes back
+            stock(path)
+            return
         directory, trainer = self.taker.writer.directory, self.trainer
         snapshot = choose_snapshot(trainer, directory, path)
         if snapshot is None:
@@ -126,6 +134,9 @@ class SnapshotSession:
 
     def _load_optimizers(self, stock: Callable[[], None]) -> None:
         """Load the optimizers' state, with this run's options where the snapshot's run had others."""
+        if self._loads > 1:
+            stock()
+            return
         now = configured_options(self.trainer)
         stock()
         self.taker.options = now
@@ -134,11 +145,28 @@ class SnapshotSession:
 
     def _run(self, stock: Callable[[], None]) -> None:
         """Run the fit loop, nothing if the run is over, or the end that a killed run still has to do."""
+        if session_of(self.trainer) is not self:  # Lightning's Tuner takes the callbacks away for its trials
+            self._run_trial(stock)
+            return
         if self.is_over:
             return
         stock()
         if self._resuming is not None:  # Lightning saw that no step is left and started nothing
             run_end_hooks(self.trainer)
+
+    def _run_trial(self, stock: Callable[[], None]) -> None:
+        """Run the fit loop without snapshots, for a search of the learning rate or the batch size."""
+        if self._resuming is not None:
+            raise ConfigError(
+                f"a search of the learning rate or the batch size cannot start from the snapshot of step"
+                f" {self.resumed_step}; take LearningRateFinder and BatchSizeFinder out of trainer.callbacks to resume"
+            )
+        self.before_write()
+        self._is_trial = True
+        try:
+            stock()
+        finally:
+            self._is_trial = False
 
     def _prepare_loaders(self, loaders: list[Any]) -> list[Any]:
         loaders = make_all_resumable(loaders)
@@ -175,6 +203,8 @@ class SnapshotSession:
 
     def after_batch(self) -> None:
         """Take a snapshot if one is due, or take one and end the run if a signal asks for that."""
+        if self._is_trial:
+            return
         taker, trainer = self.taker, self.trainer
         taker.finish_copy()
         self._loop_state = LoopState.capture(trainer)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -46,7 +46,7 @@ class AIGCLRScheduler(LRScheduler):
         ...     loss = layer(torch.ones(8, 4)).square().mean()
         ...     loss.backward()
         ...     optimizer.step()  # reads the gradients, then steps
-        ...     scheduler.step(metrics={"clip_similarity": -float(loss)} if step % 10 == 9 else None)
+        ...     scheduler.step(metrics={"clip_similarity": -loss.item()} if step % 10 == 9 else None)
         ...     optimizer.zero_grad()
         ...     if scheduler.should_stop_early():
         ...         break
@@ -134,6 +134,8 @@ class AIGCLRScheduler(LRScheduler):
         Args: metrics: scores that were measured at this step.
         """
         super().step(epoch)
+        if metrics is not None:
+            metrics = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         if metrics is not None and "loss" in metrics:
             self._loss = float(metrics["loss"])
         if self._monitor is not None:

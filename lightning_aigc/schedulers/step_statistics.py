@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_aigc.sharding.local_parts import local_part, local_parts, shards_of
+from lightning_aigc.sharding.local_parts import local_part, local_parts, norms_of_parts, shards_of
 
 
 class LastStep(NamedTuple):
@@ -50,7 +50,7 @@ class StepStatistics:
             return math.nan, None, math.nan
         gradients = [p.grad.coalesce().values() if p.grad.is_sparse else local_part(p.grad) for p in with_gradient]
         device = gradients[0].device
-        norms = [n.to(device, torch.float32) for n in torch._foreach_norm(gradients, 2, torch.float32)]
+        norms = [norm.to(device) for norm in norms_of_parts(gradients)]
         known = torch.as_tensor(math.nan if loss is None else loss, dtype=torch.float32, device=device)
         numbers = [torch.stack(norms).square().sum(), known.detach().reshape(())]
         if with_last_step and len(self.weights) == len(parameters):
@@ -58,10 +58,10 @@ class StepStatistics:
             for parameter, before in zip(parameters, self.weights, strict=True):
                 if parameter.grad is None or parameter.grad.is_sparse:
                     continue
-                step = (local_part(parameter.detach()) - local_part(before)).float().flatten()
-                products.append(torch.dot(step, local_part(parameter.grad).float().flatten()).to(device))
+                step = _flat(local_part(parameter.detach()) - local_part(before))
+                products.append(torch.dot(step, _flat(local_part(parameter.grad))).to(device))
                 lengths.append(step.square().sum().to(device))
-                sizes.append(local_part(before).float().square().sum().to(device))
+                sizes.append(_flat(local_part(before)).square().sum().to(device))
             numbers += [torch.stack(values).sum() for values in (products, lengths, sizes)]
         self._keep(parameters if with_last_step else [])
         together = torch.stack(numbers)
@@ -80,3 +80,8 @@ class StepStatistics:
             self.weights = [p.detach().clone() for p in parameters]
         elif parameters:
             torch._foreach_copy_(local_parts(self.weights), local_parts([p.detach() for p in parameters]))
+
+
+def _flat(part: Tensor) -> Tensor:
+    """A part as float32 [N]; a complex number gives two."""
+    return (torch.view_as_real(part) if part.is_complex() else part).float().flatten()

@@ -68,7 +68,7 @@ def gradient_norm(gradients: Sequence[Tensor], loss: Tensor | None = None) -> Te
     device = gradients[0].device
     square = torch.zeros((), device=device)
     if parts:
-        square = torch.stack(_norms(parts)).square().sum()
+        square = torch.stack(norms_of_parts(parts)).square().sum()
     sharded = next((tensor for tensor in gradients if isinstance(tensor, DTensor)), None)
     if loss is not None:
         square = square + 0 * loss.detach().reshape(()).to(device)
@@ -78,7 +78,7 @@ def gradient_norm(gradients: Sequence[Tensor], loss: Tensor | None = None) -> Te
     return square.sqrt()
 
 
-def _norms(parts: Sequence[Tensor]) -> list[Tensor]:
+def norms_of_parts(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the L2 norm of each tensor, float32, in any order."""
     real = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
     wide = [part for part in real if part.dtype == torch.float64]  # their norm is never computed in float32

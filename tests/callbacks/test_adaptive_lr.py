@@ -16,16 +16,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
 from torch import nn
+from torch.utils.data import DataLoader
 
 from fakes.models import small_lightning
-from fakes.models.denoisers import Denoiser, fit
+from fakes.models.denoisers import Denoiser, batches, fit
 from fakes.processes.ranks import run_ranks
 from fakes.runs import trainings
-from lightning_aigc.callbacks import AdaptiveLR
+from lightning_aigc.callbacks import AdaptiveLR, GradientHealthMonitor
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.schedulers.rate_search import SEARCH_GROWTH, SEARCH_START
+from lightning_aigc.schedulers.step_statistics import StepStatistics
 from lightning_aigc.strategies import NPUSparseStrategy
 
 
@@ -184,6 +187,35 @@ def test_a_resumed_training_ends_in_the_same_weights(
     assert adaptive.changes
 
 
+class Complex(Denoiser):
+    """With a complex parameter, beside a monitor that samples it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(8, 4, dtype=torch.complex64))
+
+    def training_step(self, batch_BSC: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        filtered = torch.fft.ifft2(torch.fft.fft2(batch_BSC) * self.filter).real
+        return super().training_step(batch_BSC, batch_idx) + (filtered - batch_BSC.roll(1, 1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+def test_complex_parameters_count_with_both_their_parts(tmp_path: Path) -> None:
+    adaptive, monitor = AdaptiveLR(), GradientHealthMonitor()
+    fit(Complex(), [adaptive, monitor], default_root_dir=tmp_path)
+    assert adaptive.changes and not [alert for alert in monitor.alerts if alert.level != "info"]
+    parameter = nn.Parameter(torch.tensor([3j]))
+    parameter.grad = torch.tensor([4j])
+    statistics, optimizer = StepStatistics(), torch.optim.SGD([parameter], 1.0)
+    assert statistics(optimizer, True)[0] == 4.0
+    optimizer.step()
+    _, last_step, _ = statistics(optimizer, True)
+    assert last_step is not None
+    assert last_step.agreement == pytest.approx(1.0) and last_step.update_ratio == pytest.approx(4 / 3)
+
+
 def test_a_second_fit_starts_anew() -> None:
     adaptive = AdaptiveLR()
     fit(Scheduled(), [adaptive])
@@ -191,6 +223,16 @@ def test_a_second_fit_starts_anew() -> None:
     second = Scheduled()
     fit(second, [adaptive])
     assert adaptive.changes == first
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+def test_a_search_of_the_tuner_is_no_run_to_go_on_with(tmp_path: Path) -> None:
+    module, adaptive = Scheduled(), AdaptiveLR(search=False)
+    trainer = fit(module, [adaptive, Peaks(15)], default_root_dir=tmp_path)
+    assert [change.step for change in adaptive.changes] == [15]
+    assert Tuner(trainer).lr_find(module, DataLoader(batches(8), batch_size=None), num_training=5) is not None
+    fit(Scheduled(), [adaptive])
+    assert adaptive.changes == [] and adaptive.report_entries() == {"rate_changes": []}
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])

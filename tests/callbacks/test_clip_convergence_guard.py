@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -23,7 +23,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fakes.processes.ranks import run_ranks
 from fakes.runs.killed_trainings import KillAt, Killed
-from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot
+from lightning_aigc import callbacks
+from lightning_aigc.callbacks import (
+    AdaptiveLR,
+    CLIPConvergenceGuard,
+    ExactSnapshot,
+    GradientHealthMonitor,
+    RunReport,
+    SampleGrid,
+    SaveLoRA,
+)
 from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
@@ -208,6 +217,19 @@ def test_a_run_that_the_guard_stopped_is_finished_until_its_patience_is_raised(t
     assert find_finished(trainer, *given) is None
 
 
+def test_a_guard_of_two_trainers_watches_each_by_itself_and_goes_on_in_a_second_fit_of_one(tmp_path: Path) -> None:
+    watching, fresh = guard(stop=False), guard(stop=False)
+    fit(Painter(), tmp_path / "first", watching, steps=8)
+    trainer = fit(Painter(), tmp_path / "second", watching, steps=4)
+    fit(Painter(), tmp_path / "fresh", fresh, steps=4)
+    assert str(watching.checks) == str(fresh.checks) and watching.best_step == fresh.best_step == 4
+    assert watching.best_file == str(tmp_path / "second" / "lora_best.safetensors")
+    trainer.fit_loop.epoch_loop.max_steps = 8
+    painter = Painter()
+    trainer.fit(painter, DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=4))
+    assert [check.step for check in watching.checks] == [0, 2, 4, 6, 8] and watching.best_step == BEST_STEP
+
+
 def test_a_guard_that_is_asked_for_other_pictures_begins_anew(tmp_path: Path) -> None:
     first = guard()
     first._prompts, first.checks, first.best_step = PROMPTS, [Check(0, {"clip_t": [0.1] * 4})], 0
@@ -299,7 +321,7 @@ def test_sampling_that_takes_too_long_ends_the_checks_and_not_the_training(tmp_p
     ("options", "said"),
     [
         ({"prompts": []}, "wanted a list of prompts"),
-        ({"prompts": "a cup"}, "wanted a list of prompts"),
+        ({"prompts": "a cup"}, r"prompts='a cup'; wanted a list of strings or None; write \['a cup'\]"),
         ({"metric": "fid"}, "metric='fid'; wanted one of clip_t, clip_i, mean, edit, direction, kept"),
         ({"patience": 0}, "patience must be at least 1"),
         ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
@@ -312,6 +334,79 @@ def test_sampling_that_takes_too_long_ends_the_checks_and_not_the_training(tmp_p
 def test_bad_arguments_are_refused_at_once(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         guard(**options)
+
+
+@pytest.mark.parametrize("name", callbacks.__all__)
+def test_an_argument_of_another_type_is_refused_by_every_callback(name: str) -> None:
+    make: Any = getattr(callbacks, name)
+    make()
+    for argument, hint in get_type_hints(make.__init__).items():
+        if argument != "return" and "Literal" not in str(hint) and "dict" not in str(hint):
+            with pytest.raises(ConfigError, match=rf"^got {name} {argument}=<object .*>; wanted "):
+                make(**{argument: object()})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: RunReport(prompts="mug"), r"got RunReport prompts='mug'; wanted a list of strings or None; write \["),
+        (lambda: RunReport(prior_prompts="mug"), "prior_prompts='mug'; wanted a list of strings; write"),
+        (lambda: RunReport(prompts=[1]), r"prompts=\[1\]; wanted a list of strings or None$"),
+        (lambda: GradientHealthMonitor(page="no"), "page='no'; wanted true or false"),  # type: ignore[arg-type]
+        (lambda: AdaptiveLR(recovery_steps=1.5), "recovery_steps=1.5; wanted a whole number"),  # type: ignore[arg-type]
+        (lambda: ExactSnapshot(keep_best=3), "keep_best=3; wanted a string or None"),  # type: ignore[arg-type]
+        (lambda: guard(seed=1.5), "got CLIPConvergenceGuard seed=1.5; wanted a whole number"),
+        (lambda: SampleGrid(seeds=[0, 1.5]), r"seeds=\[0, 1.5\]; wanted a list of whole numbers"),  # type: ignore[list-item]
+        (lambda: SaveLoRA(keep_last="all"), "got SaveLoRA keep_last='all'; wanted a whole number"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_was_got_is_said_of_an_argument_of_another_type(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def test_numbers_of_numpy_and_tuples_are_taken() -> None:
+    guard(prompts=tuple(PROMPTS), num_images=np.int64(2), min_delta=np.float32(0.5))
+    AdaptiveLR(grad_norm_threshold=6)
+
+
+def test_prompts_of_a_module_that_are_a_string_are_refused(tmp_path: Path) -> None:
+    class Prompted(Painter):
+        validation_prompts = "a zorp mug"
+
+    with pytest.raises(ModelError, match=r"Prompted.validation_prompts is 'a zorp mug'; wanted a list: write"):
+        fit(Prompted(), tmp_path, guard(prompts=None))
+
+
+@pytest.mark.parametrize("watch", ["guard", "SampleGrid", "RunReport"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda images: (images * 255).byte(), "torch.uint8; wanted floating point in 0..1: divide by 255"),
+        (lambda images: images * 255, r"from [\d.e-]+ to 2\d\d; wanted 0..1: return images / 255"),
+        (lambda images: images * 2 - 1, r"from -[\d.]+ to [\d.]+; wanted 0..1: return images / 2 \+ 0.5"),
+    ],
+)
+def test_images_that_are_not_in_0_to_1_are_refused_before_training(
+    change: Any, said: str, watch: str, tmp_path: Path
+) -> None:
+    class Wrong(Painter):
+        validation_prompts = PROMPTS
+
+        def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
+            return change(super().sample(prompts, seeds))
+
+    made = {"guard": guard, "SampleGrid": SampleGrid, "RunReport": RunReport}[watch]()
+    with pytest.raises(ModelError, match=rf"Wrong.sample returned .*{said}"):
+        fit(Wrong(), tmp_path, made, steps=2)
+
+
+def test_images_that_a_decoder_did_not_clamp_or_that_diverge_later_are_taken(tmp_path: Path) -> None:
+    class Loose(Painter):
+        def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
+            return super().sample(prompts, seeds) * (1.2 if self.trainer.global_step == 0 else 9.0)
+
+    assert fit(Loose(), tmp_path, guard(), steps=2).global_step == 2
 
 
 def test_what_training_cannot_give_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -100,6 +100,15 @@ def test_a_gap_within_its_noise_is_no_control_and_is_said_once(
     assert "no control yet at step 20: another image's condition changes the loss by 0.1%" in caplog.messages[-1]
 
 
+def test_a_guard_of_two_trainers_measures_each_by_itself(tmp_path: Path) -> None:
+    guard = ControlGuard(every_n_steps=1)
+    train(Scripted([0.0] * 3 + [0.5] * 20), tmp_path / "first", guard)
+    assert guard.appeared_at == 3
+    train(Scripted([0.0]), tmp_path / "second", guard, max_steps=5)
+    assert [step for step, _, _ in guard.gaps] == [0, 1, 2, 3, 4, 5]
+    assert guard.appeared_at is None and guard.best_step is None
+
+
 def test_a_resumed_guard_remembers(tmp_path: Path) -> None:
     model, guard = Scripted([0.5] * 30), ControlGuard(every_n_steps=2)
     train(model, tmp_path, guard, max_steps=6)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -40,6 +41,48 @@ def steps_of(root: Path) -> list[int]:
 def killed_and_resumed(root: Path, batch: int, every_n_steps: int = 1, **options: Any) -> Tensor:
     train(root, [ExactSnapshot(every_n_steps), KillAt(batch)], **options)
     return train(root, [ExactSnapshot(every_n_steps)], ckpt_path="latest", **options).flat()
+
+
+# Lightning's Tuner ----------------------------------------------------------------------------------------------------
+
+
+class Sized(Net):
+    """Net with what Lightning's searches change."""
+
+    lr, batch_size = 1e-2, 4
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Noisy(), self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Noisy(), self.batch_size)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+def trainer_of(root: Path, *callbacks: Callback) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(default_root_dir=root, accelerator="cpu", max_steps=8, callbacks=[*callbacks], **quiet)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: LearningRateFinder(num_training_steps=5), lambda: BatchSizeFinder("power", 4, max_trials=1)]
+)
+def test_no_snapshot_is_taken_of_a_trial_of_the_tuner(make: Any, tmp_path: Path) -> None:
+    snapshots = ExactSnapshot(3)
+    trainer_of(tmp_path, make(), snapshots).fit(Sized())
+    assert steps_of(tmp_path) == [3, 6, 8] and len(snapshots.blocked_s) == 3
+    with pytest.raises(ConfigError, match=r"from the snapshot of step 8; take LearningRateFinder and BatchSizeFinder"):
+        trainer_of(tmp_path, make(), ExactSnapshot(3)).fit(Sized(), ckpt_path="latest")
+
+
+def test_a_search_of_the_tuner_leaves_no_snapshot_and_the_fit_after_it_takes_its_own(tmp_path: Path) -> None:
+    trainer, module = trainer_of(tmp_path, ExactSnapshot(3)), Sized()
+    assert Tuner(trainer).lr_find(module, num_training=5) is not None
+    assert steps_of(tmp_path) == []
+    trainer.fit(module)
+    assert steps_of(tmp_path) == [3, 6, 8]
 
 
 # The same bits --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from lightning_aigc.callbacks import (
     AdaptiveLR,
     CLIPConvergenceGuard,
     ExactSnapshot,
+    FineTuneCheck,
     GradientHealthMonitor,
     RunProgress,
     RunReport,
@@ -91,6 +92,29 @@ def fit(
     return module
 
 
+def test_callbacks_of_two_trainers_say_of_the_second_what_fresh_ones_say(tmp_path: Path) -> None:
+    def watch() -> tuple[RunReport, FineTuneCheck, SampleGrid]:
+        return RunReport("embedded:clip"), FineTuneCheck(clip_model="embedded:clip"), SampleGrid(every_n_steps=3)
+
+    class Others(Painter):
+        validation_prompts = ("a green hat", "a red mug on white", "a brown shoe")
+
+    reused, fresh = watch(), watch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(tmp_path / "a", *reused, steps=9, module=Painter(is_slow=True))
+        fit(tmp_path / "b", *reused, steps=9)
+        fit(tmp_path / "c", *reused, module=Others())
+        fit(tmp_path / "d", *fresh, module=Others())
+    assert str(reused[1].figures) == str(fresh[1].figures) and reused[1].findings == fresh[1].findings
+    assert [Path(path).parts[-3:] for _, path in reused[2].history] == [
+        ("c", "samples", f"step_{step:06d}.png") for step in (0, 3, 6)
+    ]
+    records = [read_run(tmp_path / name) for name in "cd"]
+    assert str(records[0].scores) == str(records[1].scores) and records[0].notes == records[1].notes == []
+    assert [picture.prompt for picture in records[0].pictures] == [picture.prompt for picture in records[1].pictures]
+
+
 def test_every_fit_leaves_a_summary_with_the_promised_keys(tmp_path: Path) -> None:
     fit(tmp_path, RunReport(clip_model="embedded:clip"), SaveLoRA())
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -114,6 +138,35 @@ def test_the_weights_end_the_same_with_and_without_a_report(tmp_path: Path) -> N
     torch.manual_seed(0)
     reported = fit(tmp_path / "b", RunReport(clip_model="embedded:clip"), steps=9)
     assert torch.equal(plain.colour, reported.colour)
+
+
+class Returner(Painter):
+    """Returns its loss, which is not finite from a step on, and logs it by another name or not at all."""
+
+    def __init__(self, name: str | None, bad_from: int = 99) -> None:
+        super().__init__()
+        self.name, self.bad_from = name, bad_from
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = (self.colour - 0.0 * batch.view(-1, 1, 1, 1)).square().mean()
+        if self.name is not None:
+            self.log(self.name, loss)
+        return {"loss": loss * float("nan") if self.global_step >= self.bad_from else loss}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", [None, "train_loss"])
+def test_the_returned_loss_is_the_curve_where_none_is_logged(name: str | None, accumulate: int, tmp_path: Path) -> None:
+    fit(tmp_path, RunReport(), module=Returner(name), accumulate_grad_batches=accumulate)
+    fit(tmp_path / "logged", RunReport(), module=Returner("loss"), accumulate_grad_batches=accumulate)
+    found, wanted = (read_run(root).curves["loss"] for root in (tmp_path, tmp_path / "logged"))
+    assert found.steps == wanted.steps
+    assert found.values == pytest.approx(wanted.values)
+
+
+def test_a_returned_loss_that_is_not_finite_is_the_verdict(tmp_path: Path) -> None:
+    fit(tmp_path, RunReport(), module=Returner(None, bad_from=3))
+    assert "Diverged: the loss is not finite from step 4 on" in judge(read_run(tmp_path)).sentence
 
 
 def test_a_second_fit_reports_nothing_of_the_first(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from lightning_aigc.callbacks.fine_tune.figures import Figures, Pictures, find_a
 from lightning_aigc.callbacks.fine_tune.ranks import effective_ranks
 from lightning_aigc.callbacks.sampling.judges import PromptJudge, refuse_edits
 from lightning_aigc.callbacks.sampling.pairs import (
+    begins_anew,
     find_prompts,
     make_pairs,
     require_sampling,
@@ -28,6 +29,7 @@ from lightning_aigc.callbacks.sampling.pairs import (
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.protocols import DescribesTrainingData, HasReferenceImages
 from lightning_aigc.report.record import FineTuneFinding, FineTuneResult
+from lightning_aigc.setting_checks import check_types
 
 FILE = "fine_tune.json"
 
@@ -77,22 +79,26 @@ class FineTuneCheck(Callback):
         clip_pretrained: str | None = None,
         reference_images: int = 64,
     ) -> None:
+        check_types(FineTuneCheck.__init__, locals())
         for name, value in (("num_images", num_images), ("reference_images", reference_images)):
             if value < 1:
                 raise ConfigError(f"FineTuneCheck {name} must be at least 1, got {value}")
-        for name, given in (("prompts", prompts), ("class_prompts", class_prompts)):
-            if isinstance(given, str):
-                raise ConfigError(f"FineTuneCheck {name} is a list of prompts, got {given!r}; write [{given}]")
         self.prompts, self.class_prompts = prompts, class_prompts
         self.num_images, self.seed = num_images, seed
         self.clip_model, self.clip_pretrained = clip_model, clip_pretrained
         self.reference_images = reference_images
+        self._judge: PromptJudge | None = None
+        self._sets: list[list[str]] = []
+        self._resumed: dict[str, Any] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self.findings: list[FineTuneFinding] = []
         self.figures: Figures | None = None
-        self._judge: PromptJudge | None = None
         self._before: list[Pictures] = []
+        self._before_of: list[Any] = []
+        """Settings that the images before were drawn with."""
         self._text_before: Tensor | None = None
-        self._sets: list[list[str]] = []
 
     def prompts_drawn(self, trainer: Trainer) -> list[str]:
         """The prompts of the images, with the trigger word and without."""
@@ -101,7 +107,12 @@ class FineTuneCheck(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises: ModelError without `sample` or a CLIP model, ConfigError without prompts."""
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if stage != "fit":
+            return
+        self._judge, self._resumed = None, None
+        if begins_anew(trainer):
+            self._reset()
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         require_sampling(pl_module, "FineTuneCheck")
         refuse_edits(trainer, "FineTuneCheck", "take it out of trainer.callbacks")
@@ -127,10 +138,12 @@ class FineTuneCheck(Callback):
             return
         self._judge.begin(trainer, self.reference_images, pl_module.device)
         self._sets = [self._sets[0], self._plain_prompts(trainer, self._sets[0])]
-        resumed = getattr(self, "_resumed", None)
-        if resumed and resumed["asked"] == self._asked():
+        resumed = self._resumed
+        if resumed and resumed["before"] and resumed["asked"] == self._asked():
             self._before = [Pictures(list(t), list(i), colours) for t, i, colours in resumed["before"]]
-            self._text_before = resumed["text_before"]
+            self._before_of, self._text_before = self._asked(), resumed["text_before"]
+            return
+        if trainer.global_step and self._before and self._before_of == self._asked():  # of the fit before this one
             return
         if trainer.global_step:
             rank_zero_warn("FineTuneCheck was not there when this run began, so it has nothing to compare with")
@@ -141,6 +154,7 @@ class FineTuneCheck(Callback):
             self._judge = None
             return
         self._before, self._text_before = [pictures for pictures, _ in measured], self._text(pl_module)
+        self._before_of = self._asked()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._judge is None or (measured := self._measure(trainer, pl_module)) is None:

@@ -24,7 +24,7 @@ from lightning_aigc.callbacks.health.history.history import History
 from lightning_aigc.callbacks.health.history.norm_history import NormHistory
 from lightning_aigc.callbacks.health.history.optimizer_history import OptimizerHistory
 from lightning_aigc.callbacks.health.nan_origin import Replay
-from lightning_aigc.callbacks.health.parameter_names import frozen, trained
+from lightning_aigc.callbacks.health.parameter_names import clean_name, frozen, trained
 from lightning_aigc.callbacks.health.parameter_stats import GradientNorm, Named, PendingStats, measure, sample_rows
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.step_reading import BatchedReadback, StepInputs, StepReading
@@ -71,6 +71,8 @@ class Diagnostics:
         averages = {id(p) for m in model.modules() if isinstance(m, AveragedModel) for p in m.parameters()}
         named = [(name, p) for name, p in model.named_parameters() if id(p) not in averages]
         self.named = trained(named)
+        self._everything = [(clean_name(name), p) for name, p in named]
+        self._optimizers = list(optimizers)
         for i, optimizer in enumerate(optimizers):
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             # Nothing zeroes the gradients of what no optimizer holds: they grow, and say nothing.
@@ -80,6 +82,19 @@ class Diagnostics:
         self._is_sharded = any(isinstance(p, DTensor) for _, p in self.named)
         self.is_exact = sum(p.numel() for _, p in self.named) <= EXACT_BELOW
         self._gradient_norms = [GradientNorm(history.named, self.is_exact) for history in self.optimizers]
+
+    def _include_unfrozen(self, optimizer: int) -> None:
+        """Read the gradients of parameters that became trainable since the training began too."""
+        history = self.history(optimizer)
+        groups = self._optimizers[optimizer].param_groups if optimizer < len(self._optimizers) else []
+        known = {id(p) for _, p in history.named}
+        new = {id(p) for group in groups for p in group["params"] if p.requires_grad} - known
+        if not new:
+            return
+        everything = new | {id(p) for _, p in self.named}
+        self.named = [(name, p) for name, p in self._everything if id(p) in everything]
+        history.attach([(name, p) for name, p in self._everything if id(p) in known | new])
+        self._gradient_norms[optimizer] = GradientNorm(history.named, self.is_exact)
 
     def history(self, optimizer: int) -> OptimizerHistory:
         """The history of the optimizer at this place among the run's."""
@@ -145,9 +160,14 @@ class Diagnostics:
 
     def _read(self, inputs: StepInputs, remedies: Remedies) -> StepReading:
         """Read the step's numbers from the device, with one wait."""
+        if inputs.is_due:
+            self._include_unfrozen(inputs.optimizer)
         history, scale = self.history(inputs.optimizer), inputs.scale
+        history.note_gradients()
         pending = (
-            PendingStats(history.named, self.limits.alike_share, inputs.inverse_scale()) if inputs.is_due else None
+            PendingStats(history.trainable(), self.limits.alike_share, inputs.inverse_scale())
+            if inputs.is_due
+            else None
         )
         readback = BatchedReadback()
         readback.add("loss", inputs.loss)
@@ -216,7 +236,7 @@ class Diagnostics:
         reading.is_spike = is_spike and not reading.stage.is_fitted
         # Of a sharded model all ranks measure, whatever their own losses say.
         if (is_spike if self._is_sharded else reading.is_spike) and reading.stats is None:
-            reading.stats = measure(history.named, inverse_scale=inputs.inverse_scale())
+            reading.stats = measure(history.trainable(), inverse_scale=inputs.inverse_scale())
         if reading.stats is not None and not self.is_exact:
             reading.norm = math.sqrt(sum(n * n for n in reading.stats.gradient_norm if math.isfinite(n)))
         if reading.is_due:
@@ -234,6 +254,7 @@ class Diagnostics:
             reading.history.all_norms.add(reading.norm)
         if reading.is_due:
             reading.history.take_weights(stats)
+            reading.history.begin_interval()
 
     def _layer_norms_of(self, name: str) -> History:
         if name not in self.layer_norms:

@@ -36,6 +36,7 @@ from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import HasSnapshotState
+from lightning_aigc.setting_checks import check_types
 from lightning_aigc.sharding.local_parts import original_class
 
 OnError = Literal["warn", "stop", "skip_step"]
@@ -92,7 +93,8 @@ class GradientHealthMonitor(Callback):
         dirpath: str | Path | None = None,
         norms_in_logger: NormsInLogger = "auto",
     ) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+        check_types(GradientHealthMonitor.__init__, locals())
+        if every_n_steps < 1:
             raise ConfigError(f"GradientHealthMonitor.every_n_steps must be 1 or more, got {every_n_steps!r}")
         for name, value, wanted in (
             ("on_error", on_error, OnError),

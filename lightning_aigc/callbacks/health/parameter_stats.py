@@ -190,7 +190,7 @@ def _as_rows(samples: Sequence[Tensor], count: int) -> Tensor:
     if any(s.device != device for s in samples):
         samples = [s.to(device) for s in samples]
     if any(not s.is_floating_point() for s in samples):
-        samples = [s.float() for s in samples]
+        samples = [(s.real + s.imag if s.is_complex() else s).float() for s in samples]
     flat, sizes = torch.cat(list(samples)).float(), tuple(s.numel() for s in samples)
     if min(sizes) == count:
         return flat.view(len(sizes), count)

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lightning_aigc._lightning import LightningModule, Trainer
+from lightning_aigc._lightning import GradClipAlgorithmType, LightningModule, Trainer
 from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
 from lightning_aigc.checkpoint.resume import go_back
 from lightning_aigc.checkpoint.session import session_of
@@ -43,6 +43,10 @@ class Remedies:
     """The factor that AdaptiveLR or AIGCLRScheduler holds the rate at."""
     clip: float | None = None
     """The Trainer's gradient_clip_val."""
+    clips_by_value: bool = False
+    """Whether the Trainer clips each value by itself."""
+    steps_in: Literal["trainer", "training_step", "loop"] = "trainer"
+    """Who takes the optimizer's step: the Trainer, a training_step under manual optimization, or a plain loop."""
     snapshots: Path | None = None
     """Folder of the run's snapshots."""
     too_high: str | None = None
@@ -65,6 +69,8 @@ class Remedies:
             scheduled_rate=held.scheduled if held is not None else scheduled,
             held=held,
             clip=trainer.gradient_clip_val,
+            clips_by_value=trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE,
+            steps_in="trainer" if model.automatic_optimization else "training_step",
             snapshots=_snapshots(trainer),
         )
 
@@ -86,7 +92,9 @@ class Remedies:
             return elsewhere
         if self.rate:
             return f"{key}: {self.rate * factor:.3g}"
-        return f"{key}: {factor:g} times what it is"
+        if self.rate is not None and factor >= 1:
+            return f"set {key} above 0, such as {key}: 1e-4"
+        return f"{factor:g} times the learning rate"
 
     def go_back(self) -> str:
         """The command that trains on from the newest snapshot, whatever the configuration is by then."""
@@ -134,7 +142,21 @@ class Remedies:
         return f"{self.precision_key}: {'32-true' if 'mixed' in self.precision else 'bf16-mixed'}"
 
     def clipping(self, value: float) -> str:
-        return f"trainer.gradient_clip_val: {value:.3g}"
+        """Clip the norm of all gradients at a value. Lightning refuses its own clipping under manual optimization."""
+        return {
+            "trainer": f"trainer.gradient_clip_val: {value:.3g}",
+            "training_step": f"self.clip_gradients(optimizer, gradient_clip_val={value:.3g}) in training_step, before"
+            " each optimizer.step()",
+            "loop": f"torch.nn.utils.clip_grad_norm_(model.parameters(), {value:.3g}) before optimizer.step()",
+        }[self.steps_in]
+
+    def alike(self) -> str:
+        """Against gradients whose values have one size."""
+        if self.precision.startswith("16"):
+            return self.safe_precision()
+        if self.clips_by_value:
+            return "trainer.gradient_clip_algorithm: norm"
+        return "clip gradients by their norm, not by value; a loss that sees more than signs"
 
     def model(self, key: str, value: Any, otherwise: str) -> str:
         """An argument of the model if it has one of this name, else `otherwise`."""
@@ -142,6 +164,8 @@ class Remedies:
 
     def non_finite(self, phase: str) -> str:
         """Against values that are not finite, by the phase that made them."""
+        if self.steps_in == "loop":
+            return "run the forward and the loss in torch.autocast(device, dtype=torch.bfloat16), or in float32"
         if self.precision.startswith("16") or (self.precision == "" and phase != "input"):
             return f"{self.precision_key}: bf16-mixed"
         if phase == "input":
@@ -163,7 +187,7 @@ def _snapshots(trainer: Trainer) -> Path | None:
     return None if session is None else session.taker.writer.directory
 
 
-GENERAL = Remedies()
+GENERAL = Remedies(steps_in="loop")
 """For code without a Trainer."""
 
 

@@ -29,6 +29,7 @@ class RunCurves:
 
     def __init__(self) -> None:
         self._curves = {name: StepCurve() for name in NAMES}
+        self._has_logged_loss: bool | None = None
 
     @property
     def losses(self) -> Tensor:
@@ -42,8 +43,9 @@ class RunCurves:
             if rate is not None:  # transformers' Adafactor finds its rate in the step and shows it nowhere
                 self._curves["lr"].add(trainer.global_step + 1, rate.clone() if isinstance(rate, Tensor) else rate)
 
-    def after_batch(self, trainer: Trainer) -> None:
-        loss = trainer.callback_metrics.get("loss")
+    def after_batch(self, trainer: Trainer, outputs: Any) -> None:
+        """Take the loss of a batch, and how it was sent. `outputs` is what `on_train_batch_end` gets."""
+        loss = self._loss(trainer, outputs)
         step = trainer.global_step
         if loss is not None:
             self._curves["loss"].add(step, loss)
@@ -55,6 +57,18 @@ class RunCurves:
                 kinds = ("values", "index", "protected", "small", "intra_node")
                 self._curves["sync_mb"].add(step, sum(sent.get(f"sync/{kind}_mb", 0.0) for kind in kinds))
                 self._curves["sync_ratio"].add(step, sent["sync/ratio_to_dense"])
+
+    def _loss(self, trainer: Trainer, outputs: Any) -> Tensor | None:
+        """The metric `loss`, or where the first batch logs none the loss that training_step returns."""
+        logged = trainer.callback_metrics.get("loss")
+        returned = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not trainer.lightning_module.automatic_optimization or not isinstance(returned, Tensor):
+            return logged  # under manual optimization a module may return anything
+        if self._has_logged_loss is None:
+            self._has_logged_loss = logged is not None
+        if self._has_logged_loss:
+            return logged
+        return returned.detach().reshape(()) * trainer.accumulate_grad_batches  # Lightning divides by it
 
     def after_validation(self, trainer: Trainer) -> None:
         loss = trainer.callback_metrics.get("val_loss")

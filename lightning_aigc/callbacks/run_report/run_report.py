@@ -44,6 +44,7 @@ from lightning_aigc.report.run_page import render_run_page
 from lightning_aigc.report.summary import summary_of, summary_table
 from lightning_aigc.report.units import UNKNOWN
 from lightning_aigc.secrets import redact_text
+from lightning_aigc.setting_checks import check_types
 
 REPORT_FILE = "report.html"
 RENEWED_EVERY_S = 20.0
@@ -89,19 +90,21 @@ class RunReport(Callback):
         seed: int = 1000,
         images_shown: int = 4,
     ) -> None:
+        check_types(RunReport.__init__, locals())
         if num_images < 1:
             raise UserError(f"RunReport.num_images must be at least 1, got {num_images}")
         self.clip_model, self.clip_pretrained = clip_model, clip_pretrained
         self.prompts, self.prior_prompts = prompts, list(prior_prompts)
+        self._are_prompts_given = prompts is not None
         self.num_images, self.seed, self.images_shown = num_images, seed, images_shown
         self.summary: dict[str, Any] = {}
-        self._judge: Judge | None = None
-        self._notes: list[str] = []
         self._is_off = False
-        self._resumed: dict[str, Any] | None = None
         self._reset()
 
     def _reset(self) -> None:
+        self._judge: Judge | None = None
+        self._notes: list[str] = []
+        self._resumed: dict[str, Any] | None = None
         self._curves = RunCurves()
         self._grids: list[Check] = []
         prompts = {"": self.prompts or (), "prior_": self.prior_prompts}
@@ -121,7 +124,7 @@ class RunReport(Callback):
         if self._is_off:
             return
         order_callbacks(trainer)
-        if self.prompts is None:
+        if not self._are_prompts_given:
             self.prompts = find_prompts(pl_module, None)
         self._reset()  # a report may serve two fits; a checkpoint is loaded after this
         if self.clip_model is not None and isinstance(pl_module, SupportsSampling) and self.prompts:
@@ -178,7 +181,7 @@ class RunReport(Callback):
     ) -> None:
         if self._is_off:
             return
-        self._curves.after_batch(trainer)
+        self._curves.after_batch(trainer, outputs)
         if trainer.is_global_zero and time.perf_counter() - self._page_written_at >= RENEWED_EVERY_S:
             self._write_so_far(trainer, pl_module)  # a run that is killed leaves what it has measured
 

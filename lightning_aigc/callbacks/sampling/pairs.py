@@ -20,6 +20,8 @@ from lightning_aigc.protocols import HasValidationPrompts, SupportsSampling
 from lightning_aigc.rng import isolate_rng
 from lightning_aigc.sharding.local_parts import original_class
 
+OVERSHOOT = 0.25
+"""Distance that images may lie outside of 0..1, as those of a decoder that does not clamp do."""
 HOW_TO_SAMPLE = (
     "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
     "image for each pair, [N, 3, H, W] in 0..1"
@@ -34,6 +36,14 @@ class SampledPairs:
     """float32 [N, 3, H, W] in 0..1, on the CPU."""
     scores: dict[str, Tensor]
     """Each score [N] by name, on the training's device; empty without a judge."""
+
+
+def begins_anew(trainer: Trainer) -> bool:
+    """Whether the fit whose `setup` this is has no steps behind it, so that what a callback knows is of another fit.
+
+    A second fit of one Trainer continues, and a checkpoint is loaded after `setup`.
+    """
+    return trainer.global_step == 0
 
 
 def make_pairs(prompts: Sequence[str], seeds: Sequence[int]) -> list[Pair]:
@@ -53,7 +63,12 @@ def find_prompts(pl_module: LightningModule, prompts: Sequence[str] | None) -> l
     """The callback's own prompts, else the module's `validation_prompts`; empty where there are neither."""
     if prompts:
         return list(prompts)
-    return list(pl_module.validation_prompts or ()) if isinstance(pl_module, HasValidationPrompts) else []
+    found: Any = pl_module.validation_prompts if isinstance(pl_module, HasValidationPrompts) else None
+    if isinstance(found, str):
+        raise ModelError(
+            f"{original_class(pl_module).__name__}.validation_prompts is {found!r}; wanted a list: write [{found!r}]"
+        )
+    return list(found or ())
 
 
 def sample_pairs(pl_module: LightningModule, pairs: Sequence[Pair]) -> Tensor:
@@ -63,13 +78,29 @@ def sample_pairs(pl_module: LightningModule, pairs: Sequence[Pair]) -> Tensor:
     """
     assert isinstance(pl_module, SupportsSampling)
     images: Any = pl_module.sample([prompt for prompt, _ in pairs], [seed for _, seed in pairs])
+    owner = original_class(pl_module).__name__
     shape = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
     if not isinstance(images, Tensor) or images.ndim != 4 or shape[:2] != [len(pairs), 3]:
         raise ModelError(
-            f"{original_class(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
-            f"wanted [{len(pairs)}, 3, H, W] in 0..1"
+            f"{owner}.sample returned {shape} for {len(pairs)} prompts; wanted [{len(pairs)}, 3, H, W] in 0..1"
         )
-    return images.detach().float()
+    if not images.is_floating_point():
+        raise ModelError(f"{owner}.sample returned {images.dtype}; wanted floating point in 0..1: divide by 255")
+    found: Tensor = images.detach().float()
+    if getattr(pl_module, "global_step", 0) == 0:  # later a training that diverges may give anything
+        _check_range(found, owner)
+    return found
+
+
+def _check_range(images_N3HW: Tensor, owner: str) -> None:
+    """Raises: ModelError for images that are clearly not in 0..1. Values that are not finite are named elsewhere."""
+    finite = images_N3HW[images_N3HW.isfinite()]
+    if not finite.numel():
+        return
+    low, high = (float(value) for value in finite.aminmax())
+    if low < -OVERSHOOT or high > 1 + OVERSHOOT:
+        remedy = "return images / 2 + 0.5" if low < -OVERSHOOT else "return images / 255"
+        raise ModelError(f"{owner}.sample returned values from {low:.3g} to {high:.3g}; wanted 0..1: {remedy}")
 
 
 def sample_on_all_ranks(

@@ -18,6 +18,7 @@ from lightning_aigc.checkpoint.session import session_of
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA, SavesModel
 from lightning_aigc.report.record import SUMMARY_FILE
+from lightning_aigc.setting_checks import check_types
 from lightning_aigc.sharding.local_parts import original_class
 
 
@@ -34,6 +35,7 @@ class SaveResult(Callback):
     """The name where neither the callback nor the module has one."""
 
     def __init__(self, every_n_steps: int = 0, output_name: str | None = None, keep_last: int = -1) -> None:
+        check_types(SaveResult.__init__, locals())
         if keep_last < -1:
             raise ConfigError(f"got {type(self).__name__} keep_last={keep_last}; wanted -1 (all) or more")
         self.every_n_steps, self.output_name, self.keep_last = every_n_steps, output_name, keep_last

@@ -80,7 +80,7 @@ from lightning_aigc.protocols import CachesCaptions, HasEditSources
 from lightning_aigc.quantization import PackedBase
 from lightning_aigc.quantization.frozen import ignore_in_ddp
 from lightning_aigc.rng import isolate_rng
-from lightning_aigc.setting_checks import check_types, unknown_argument
+from lightning_aigc.setting_checks import check_fields, unknown_argument
 
 ADAPTER_KEY = "training_adapter"
 """Checkpoint entry with the hash of the training adapter's file."""
@@ -127,7 +127,7 @@ class DiffusionTraining(LightningModule):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        check_types(method)
+        check_fields(method)
         for name in kwargs:
             if name not in (known := [each.name for each in fields(TrainingSettings)]):
                 raise unknown_argument(type(self).__name__, name, [*inspect.signature(type(self)).parameters, *known])

@@ -14,10 +14,10 @@ from lightning_aigc.quantization import BaseQuantization
 from lightning_aigc.setting_checks import (
     Readers,
     check_at_least_one,
+    check_fields,
     check_not_negative,
     check_positive,
     check_share,
-    check_types,
 )
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -114,7 +114,7 @@ class TrainingSettings(ObjectiveSettings):
 
     def __post_init__(self) -> None:
         """Check the values. Raises: ModelError or ConfigError with the name of the first wrong one."""
-        check_types(self)
+        check_fields(self)
         super().__post_init__()
         check_at_least_one(
             self, "validation_steps", "num_validation_images", "checkpointing_steps", "num_inference_steps"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -120,11 +120,11 @@ def perceptron(held: str = "", bias: float = 0.0, *, act: type[nn.Module] = nn.R
     return Training()
 
 
-def alerts_of(module: Any, tmp_path: Path, steps: int = 30) -> list[Alert]:
+def alerts_of(module: Any, tmp_path: Path, *callbacks: Callback, steps: int = 30) -> list[Alert]:
     monitor = GradientHealthMonitor(every_n_steps=2, page=False)
     trainer = Trainer(
         accelerator="cpu", logger=False, max_steps=steps, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[monitor],
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[*callbacks, monitor],
     )  # fmt: skip
     trainer.fit(module, DataLoader(torch.zeros(steps, 1)))
     return monitor.alerts
@@ -151,6 +151,81 @@ def test_units_that_die_in_training_want_a_lower_rate_from_an_earlier_snapshot(t
     found = [a for a in alerts_of(module, tmp_path) if a.check == "no_gradient" and a.layer == "net.2.weight"]
     assert found
     assert all(a.remedy.startswith("learning_rate: 0.005, from a snapshot of when it had") for a in found)
+
+
+class Frozen(Callback):
+    """Freezes a layer up to a step, or from it on, and moves another that stays frozen."""
+
+    def __init__(self, step: int, *, is_first: bool, moves: bool = False) -> None:
+        self.step, self.is_first, self.moves = step, is_first, moves
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.net[2].requires_grad_(not self.is_first)
+        pl_module.net[0].requires_grad_(not self.moves)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == self.step:
+            pl_module.net[2].requires_grad_(self.is_first)
+        if batch_idx == self.step + 5 and self.moves:
+            pl_module.net[0].weight.data.mul_(1.5)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_weights_that_are_frozen_for_a_part_of_the_run_are_healthy(is_first: bool, tmp_path: Path) -> None:
+    assert not [a for a in alerts_of(perceptron(), tmp_path, Frozen(11, is_first=is_first)) if a.level != "info"]
+
+
+def test_weights_that_stay_frozen_are_judged_beside_some_that_do_not(tmp_path: Path) -> None:
+    found = [a for a in alerts_of(perceptron(), tmp_path, Frozen(11, is_first=True, moves=True)) if a.level != "info"]
+    assert [(a.step, a.check, a.layer) for a in found] == [(18, "frozen_moved", "net.0.weight")]
+
+
+def test_weights_that_were_unfrozen_and_have_no_gradient_are_found(tmp_path: Path) -> None:
+    module = perceptron()
+    module.spare = nn.Linear(64, 64).requires_grad_(False)
+
+    class Unfrozen(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 11:
+                module.spare.requires_grad_(True)
+
+    found = [a for a in alerts_of(module, tmp_path, Unfrozen()) if a.level != "info"]
+    assert {(a.since, a.step, a.check, a.layer) for a in found} >= {(12, 14, "no_gradient", "spare.weight")}
+
+
+class Alternating(LightningModule):
+    """Two networks that one optimizer trains in turns, each frozen in the other's step, as GANs are written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        own = batch_idx % 2
+        self.first.requires_grad_(not own)
+        self.second.requires_grad_(bool(own))
+        optimizers[own].zero_grad()
+        x_NC = torch.randn(16, 8, generator=torch.Generator().manual_seed(batch_idx))
+        self.manual_backward((self.second(self.first(x_NC)) - x_NC).square().mean())
+        optimizers[own].step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters(), 1e-3) for net in (self.first, self.second)]
+
+
+def test_networks_that_are_frozen_in_turns_are_healthy(tmp_path: Path) -> None:
+    assert not [a for a in alerts_of(Alternating(), tmp_path) if a.level != "info"]
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_gradient_that_is_missing_only_at_the_looks_is_no_fault(tmp_path: Path) -> None:
+    module = perceptron()
+    training_step = module.training_step
+    module.training_step = lambda batch, batch_idx: None if batch_idx % 2 else training_step(batch, batch_idx)
+    assert not [a for a in alerts_of(module, tmp_path) if a.check == "no_gradient"]
 
 
 def test_no_remedy_raises_the_rate_while_a_warning_says_that_it_is_too_high(tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ def test_norms_for_a_logger_that_is_not_there_are_warned_about(tmp_path: Path) -
     ("arguments", "said"),
     [
         ({"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
-        ({"every_n_steps": True}, "every_n_steps must be 1 or more, got True"),
+        ({"every_n_steps": True}, "every_n_steps=True; wanted a whole number"),
         ({"on_error": "raise"}, "on_error must be one of warn, stop, skip_step; got 'raise'"),
         ({"norms_in_logger": "yes"}, "norms_in_logger must be one of auto, all, blocks, layers, off; got 'yes'"),
         ({"thresholds": {"vanishing": 1}}, "thresholds has no vanishing; it has vanishing_norm"),

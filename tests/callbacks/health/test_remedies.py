@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from fakes.models.denoisers import Denoiser, fit
 from lightning_aigc.callbacks import AdaptiveLR, ExactSnapshot
@@ -66,7 +68,46 @@ def test_a_module_without_our_keys_gets_general_words() -> None:
     remedies = Remedies.of(trainer, Denoiser())
     assert remedies.safe_precision() == "trainer.precision: 32-true"
     assert remedies.model("vae_dtype", "float32", "in words") == "in words"
-    assert GENERAL.learning_rate(0.1) == "learning_rate: 0.1 times what it is"
+
+
+def test_a_rate_of_zero_is_raised_by_no_factor() -> None:
+    assert Remedies(rate=0.0).learning_rate(10) == "set learning_rate above 0, such as learning_rate: 1e-4"
+    assert "above 0" not in Remedies(rate=0.0).learning_rate(0.5)
+
+
+class Manual(LightningModule):
+    """Clips with the call that is proposed."""
+
+    def __init__(self, gradient_clip_val: float) -> None:
+        super().__init__()
+        self.automatic_optimization, self.clip = False, gradient_clip_val
+        self.net = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Tensor) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(1e6 * self.net(batch[..., :4]).sum())
+        assert "self.clip_gradients(optimizer, gradient_clip_val=1)" in Remedies.of(self.trainer, self).clipping(1.0)
+        self.clip_gradients(optimizer, gradient_clip_val=self.clip)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def test_under_manual_optimization_the_remedy_is_a_call_in_the_training_step(tmp_path: Path) -> None:
+    monitor = GradientHealthMonitor(every_n_steps=1)
+    fit(Manual(math.inf), [monitor], steps=3, default_root_dir=tmp_path)
+    said = {alert.remedy for alert in monitor.alerts if alert.check == "exploding"}
+    assert said and all("in training_step, before each optimizer.step()" in one for one in said)
+    fit(Manual(1.0), [healthy := GradientHealthMonitor(every_n_steps=1)], steps=3, default_root_dir=tmp_path)
+    assert not [alert for alert in healthy.alerts if alert.check == "exploding"]
+
+
+def test_gradients_of_one_size_want_clipping_by_norm_only_where_the_trainer_clips_by_value() -> None:
+    by_value = Trainer(accelerator="cpu", logger=False, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    assert Remedies.of(by_value, Denoiser()).alike() == "trainer.gradient_clip_algorithm: norm"
+    assert "trainer" not in GENERAL.alike()
 
 
 @pytest.mark.filterwarnings("ignore:.*trained weights are not finite")

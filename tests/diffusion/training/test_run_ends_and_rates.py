@@ -200,12 +200,15 @@ def test_a_batch_of_ones_own_says_what_it_lacks(sd: str, tmp_path: Path, batch: 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"rank": 1.5}, "rank must be a whole number, got 1.5"),
-        ({"rank": "4"}, "rank must be a whole number, got '4'"),
-        ({"use_ema": "no"}, "use_ema must be true or false, got 'no'"),
-        ({"learning_rate": True}, "learning_rate must be a number or null, got True"),
-        ({"validation_prompts": "a mug"}, r"validation_prompts must be a list such as \[a mug\], got 'a mug'"),
-        ({"output_name": None}, "output_name must be a text, got None"),
+        ({"rank": 1.5}, "rank: got 1.5; wanted a whole number"),
+        ({"rank": "4"}, "rank: got '4'; wanted a whole number"),
+        ({"use_ema": "no"}, "use_ema: got 'no'; wanted true or false"),
+        ({"learning_rate": True}, "learning_rate: got True; wanted a number or None"),
+        (
+            {"validation_prompts": "a mug"},
+            r"validation_prompts: got 'a mug'; wanted a list of strings; write \['a mug'\]",
+        ),
+        ({"output_name": None}, "output_name: got None; wanted a string"),
         ({"lerning_rate": 1.0}, "has no argument 'lerning_rate'; it is called learning_rate here"),
     ],
 )

@@ -20,20 +20,35 @@ FOLLOWS = 0.3
 
 
 class FrozenCheck(Check):
-    """Compares samples of the frozen weights from look to look."""
+    """Compares samples of the weights that stay frozen from look to look.
+
+    `requires_grad` is read at every step: a callback or the module may unfreeze weights, for good or in turns.
+    """
 
     policies: ClassVar = {"frozen_moved": Policy()}
 
     def attach(self, model: nn.Module, trained: Named, frozen: Named) -> None:
-        self._samples = FrozenSamples(frozen, trained)
+        self._named = [*frozen, *trained]
+        self._sample()
+
+    def _sample(self) -> None:
+        """Sample what is frozen now; the rest may be what it follows."""
+        self._samples = FrozenSamples(
+            [(name, p) for name, p in self._named if not p.requires_grad],
+            [(name, p) for name, p in self._named if p.requires_grad],
+        )
 
     def request(self, readback: BatchedReadback, *, is_due: bool) -> None:
+        self._samples.leave_out_trainable()
         if is_due:
             readback.add("frozen", self._samples.changed())
 
     def run(self, reading: StepReading) -> Findings | None:
         changed = reading.numbers.get("frozen")
-        return None if changed is None else Findings(self._samples.findings(changed), self.policies)
+        found = [] if changed is None else self._samples.findings(changed)
+        if reading.is_due and self._samples.frozen != {id(p) for _, p in self._named if not p.requires_grad}:
+            self._sample()
+        return None if changed is None else Findings(found, self.policies)
 
 
 class FrozenSamples:
@@ -47,6 +62,9 @@ class FrozenSamples:
 
     def __init__(self, named: Named, trained: Named = ()) -> None:
         self.named = [(name, p) for name, p in named if p.numel() and p.device.type != "meta"]
+        self.frozen = {id(p) for _, p in named}
+        """Identities of those that have been frozen since these samples were taken."""
+        self._parameters = [p for _, p in named]
         self._twins: dict[str, Tensor] = {}
         by_end = {(_end(name), p.shape): p.detach() for name, p in trained if _end(name)}
         for name, p in self.named:
@@ -56,6 +74,12 @@ class FrozenSamples:
         # A packed weight shows its scales: to look at its numbers would unpack all of them.
         self._sampler = Sampler([p.scales if isinstance(p, PackedWeight) else p for _, p in self.named])
         self._kept = self._take()
+
+    def leave_out_trainable(self) -> None:
+        """Judge no more those that are trainable now."""
+        if True in [p.requires_grad for p in self._parameters]:  # a generator takes twice the time of a list
+            self.frozen -= {id(p) for p in self._parameters if p.requires_grad}
+            self._parameters = [p for p in self._parameters if not p.requires_grad]
 
     def _take(self) -> Tensor | None:
         return self._sampler.rows().view(torch.int32) if self.named else None  # NaN equals itself
@@ -80,8 +104,8 @@ class FrozenSamples:
                 "an EMA swap, a weight copy, or an optimizer that was given it before it was frozen",
                 f"give the optimizer trainable parameters only, without {name}",
             )
-            for i, ((name, _), is_changed) in enumerate(zip(self.named, changed, strict=True))
-            if is_changed
+            for i, ((name, p), is_changed) in enumerate(zip(self.named, changed, strict=True))
+            if is_changed and id(p) in self.frozen
         ]
         if found:
             self._kept = self._take()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -50,7 +50,8 @@ class GradientCheck(Check):
         stats = reading.stats
         if stats is None:
             return None
-        found = check_gradients(stats, reading.limits, reading.remedies, reading.layer_norms, reading.stage)
+        missing = {name for name, _ in reading.history.without_gradient}
+        found = check_gradients(stats, reading.limits, reading.remedies, reading.layer_norms, reading.stage, missing)
         if reading.too_high is not None:
             found = _without_faint(found, reading.too_high)
         if reading.is_spike and not any(f.check == "exploding" for f in found):
@@ -66,12 +67,15 @@ def check_gradients(
     remedies: Remedies,
     histories: Mapping[str, History] | None = None,
     stage: TrainingStage | None = None,
+    missing: Collection[str] | None = None,
 ) -> list[Finding]:
     """Find gradients that are missing, zero, too small, too large, or of one value.
 
     Args:
         histories: Norms of earlier looks, by parameter.
         stage: How far the training has come; None where that is not known.
+        missing: Parameters without a gradient at every step since the last look; one step without is no fault, as of
+            an expert that no example chose. None where only this step is known.
     """
     stage = stage or TrainingStage()
     weights, gradients = stats.by_name(stats.weight_norm), stats.by_name(stats.gradient_norm)
@@ -83,6 +87,8 @@ def check_gradients(
     findings = []
     for i, name in enumerate(stats.names):
         history = (histories or {}).get(name)
+        if stats.is_missing[i] and missing is not None and name not in missing:
+            continue
         if stats.is_missing[i]:
             findings.append(_missing(name, "info" if _is_spare(stats, i, histories) else "error"))
         elif stats.gradient_norm[i] == 0:
@@ -259,7 +265,7 @@ def _of_values(stats: ParameterStats, i: int, limits: HealthThresholds, remedies
                 "warning",
                 f"{share} of its gradient's values or more have one size",
                 "values clipped one by one, a saturated float16 range, or a loss that only sees signs",
-                remedies.safe_precision() if remedies.precision.startswith("16") else "gradient_clip_algorithm: norm",
+                remedies.alike(),
             )
         ]
     if stats.zero_share[i] >= limits.alike_share and stats.dims[i] > 1:

@@ -48,7 +48,9 @@ def check_pairs(stats: ParameterStats, taken_steps: int, limits: HealthThreshold
                     "error",
                     f"after {taken_steps} steps it is still zero, and the LoRA does nothing",
                     "no optimizer holds it, its gradient is zero, or its learning rate is",
-                    remedies.learning_rate(1) if remedies.rate else remedies.model("learning_rate", 1e-4, "lr: 1e-4"),
+                    "give it to the optimizer, at a learning rate above 0"
+                    if remedies.rate is None
+                    else remedies.learning_rate(1),
                 )
             )
         elif weights[a] > 0 and weights[b] / weights[a] > limits.lora_imbalance:

@@ -36,6 +36,9 @@ class OptimizerHistory:
         """Steps so far."""
         self.named: Named = []
         """The parameters whose gradients are read."""
+        self.without_gradient: Named = []
+        """Parameters without one at any step since the last look."""
+        self._loaded: list[str] | None = None
         self.samples: WeightSamples | None = None
         self.ratios: Tensor | None = None
         """Relative change of each weight by the last step, still on the device."""
@@ -45,9 +48,25 @@ class OptimizerHistory:
         """Ratio and name of the weight that a step moved too far, as long as the loss has not come back since."""
 
     def attach(self, named: Named) -> None:
-        """Sample the parameters as they are when training starts."""
+        """Sample the parameters as they are when training starts, or when more of them are trained."""
         self.named = named
         self.samples = WeightSamples(named) if named else None
+        if self.ratios is not None and (self.samples is None or len(self.ratios) != len(self.samples.named)):
+            self.ratios, self.moving = None, []
+        loaded, self._loaded = self._loaded, None
+        self.without_gradient = [(n, p) for n, p in named if loaded is None or n in loaded]
+
+    def trainable(self) -> Named:
+        """The parameters that are trainable now, which may change while training."""
+        return [(name, p) for name, p in self.named if p.requires_grad]
+
+    def note_gradients(self) -> None:
+        """Note which parameters have a gradient. After the first step since a look few are left to ask."""
+        self.without_gradient = [(name, p) for name, p in self.without_gradient if p.grad is None]
+
+    def begin_interval(self) -> None:
+        """Forget which parameters had a gradient, after a look."""
+        self.without_gradient = self.named
 
     def take_weights(self, stats: ParameterStats | None) -> None:
         """Sample the weights before a step, to measure how far it moves them.
@@ -60,7 +79,7 @@ class OptimizerHistory:
             zeros = stats.by_name(stats.zero_share) if stats is not None else {}
             parts = local_parts([p for _, p in self.samples.named])
             self.moving = [
-                p.grad is not None and zeros.get(name) != 1 and part.numel() > 0
+                p.grad is not None and p.requires_grad and zeros.get(name) != 1 and part.numel() > 0
                 for (name, p), part in zip(self.samples.named, parts, strict=True)
             ]
 
@@ -85,15 +104,17 @@ class OptimizerHistory:
             "ratios": None if self.ratios is None else self.ratios.cpu(),
             "moving": list(self.moving),
             "farthest": self.farthest,
+            "without_gradient": [name for name, _ in self.without_gradient],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state; those of older versions have no "trend"."""
+        """Load a state; those of older versions have no "trend" and no "without_gradient"."""
         self.losses.load(state["losses"])
         self.all_norms.load(state["all_norms"])
         self.unclipped_norms.load(state["clipping"])
         if "trend" in state:
             self.stage.load(state["trend"])
+        self._loaded = state.get("without_gradient")
         self.steps = int(state.get("steps", state.get("taken_steps", 0)))
         self.ratios, self.moving = state["ratios"], list(state["moving"])
         farthest = state.get("farthest")
