@@ -285,7 +285,7 @@ def _why_unscored(record: RunRecord) -> str:
     if text is not None and text.before:
         return "the images after the training have no score that is a number" + (" each" if text.after else "")
     if not record.pictures:
-        return "no images were drawn; set RunReport.prompts or the module's validation_prompts, and define its `sample`"
+        return "no images were drawn; they need prompts, RunReport.prompts or the module's, and the module's `sample`"
     return "RunReport has no clip_model; set it, such as clip_model: ViT-B-32"
 
 

@@ -38,6 +38,11 @@ RATES: dict[str, Any] = {
     "cosine": "cosine",
     "plateau": {"class_path": "lightning.pytorch.cli.ReduceLROnPlateau", "init_args": {"monitor": "loss"}},
 }
+OTHER_OBJECTIVE: dict[bool, dict[str, Any]] = {
+    True: {"loss_type": "huber", "snr_gamma": 5.0, "noise_offset": 0.05},
+    False: {"loss_type": "smooth_l1", "timestep_sampling": "mode", "flow_shift": 2.0, "loss_weighting": "cosmap"},
+}
+"""Options of the objective, for a U-Net or not."""
 KIND = {
     ("lora", True): "StableDiffusionLoRA", ("lora", False): "DiffusionLoRA",
     ("full", True): "StableDiffusionFineTuning", ("full", False): "DiffusionFineTuning",
@@ -82,6 +87,17 @@ def make_sources(folder: Path, images: Path) -> Path:
     return folder
 
 
+def make_masks(folder: Path, images: Path) -> Path:
+    """Masks of the left half of each image."""
+    folder.mkdir(parents=True)
+    for path in sorted(images.glob("*.png")):
+        with Image.open(path) as image:
+            mask = Image.new("L", image.size)
+            mask.paste(255, (0, 0, image.width // 2, image.height))
+            mask.save(folder / path.name)
+    return folder
+
+
 def make_training_adapter(file: Path, base: Path, family: str) -> Path:
     """A LoRA file of the denoiser's queries and keys, as trainers of training adapters write it."""
     part = "unet" if family in U_NETS else "transformer"
@@ -111,6 +127,7 @@ class Inputs(NamedTuple):
     images: Path
     class_images: Path
     sources: Path
+    masks: Path
     shards: Path
     adapter: Path
     lora: Path
@@ -133,8 +150,11 @@ def make_config(row: Row, inputs: Inputs, root: Path) -> dict[str, Any]:
         "num_validation_images": 1,
         "num_inference_steps": 2,
         "checkpointing_steps": 2,
+        "step_files_total_limit": 1 if row["step_files"] == "one" else -1,
         "output_name": "zorp",
     }
+    if row["objective"] == "other":
+        model |= OTHER_OBJECTIVE[row["family"] in U_NETS]
     if row["family"] not in U_NETS:
         model["sample_resolution"] = SIDE
     if row["weights"] == "file":
@@ -237,6 +257,12 @@ def _data(row: Row, inputs: Inputs, root: Path) -> dict[str, Any]:
             streamed["validation_shards_dir"] = str(inputs.shards)
         return {"class_path": "EncodedImageData", "init_args": streamed}
     given = folder_data(row, inputs.images, inputs.class_images, root.parent)
+    if row["masks"]:
+        given["mask_dir"] = str(inputs.masks)
+    if row["captions"] == "shuffled":
+        given |= {"shuffle_caption": True, "caption_separator": " ", "keep_tokens": 1, "caption_dropout_rate": 0.3}
+    if row["crops"] == "random":
+        given |= {"center_crop": False, "random_flip": True}
     if row["source"] == "pairs":
         given["source_data_dir"] = str(inputs.sources)
         if row["family"] in SEEN:

@@ -33,12 +33,17 @@ FACTORS: dict[str, list[Any]] = {
     "source": ["folder", "shards", "pairs"],
     "class_images": [False, True],
     "held_out": [False, True],
+    "masks": [False, True],
+    "captions": ["plain", "shuffled"],
+    "crops": ["center", "random"],
+    "objective": ["plain", "other"],
     "ema": [False, True],
     "text_encoder": [False, True],
     "checkpointing": [False, True],
     "accumulation": [1, 2],
     "clipping": [0.0, 1.0],
     "guard": [False, True],
+    "step_files": ["all", "one"],
     "ending": ["whole", "killed"],
     "export": ["none", "kohya", "diffusers", "merge"],
 }  # fmt: skip
@@ -85,6 +90,9 @@ def refused() -> Iterator[Row]:
     yield from ({"family": family, "weights": "file"} for family in U_NETS)
     yield from ({"method": method, "weights": "file"} for method in ("dora", "controlnet_lora"))  # of U-Nets
     yield {"text_encoder": True, "weights": "file"}
+    yield {"captions": "shuffled", "caches": "both"}
+    yield {"captions": "shuffled", "preserve": "blank"}  # a dropped caption is the blank one
+    yield from ({"crops": "random", "caches": caches} for caches in ("latents", "both"))
     yield {"source": "pairs", "class_images": True}
     yield {"source": "pairs", "method": "controlnet"}
     yield {"method": "lokr", "text_encoder": True}
@@ -128,6 +136,9 @@ def without_effect() -> Iterator[Row]:
         yield {"source": "shards", "caches": caches}  # shards hold both caches
     yield {"source": "shards", "class_images": True}  # they are in the shards, or nowhere
     yield {"source": "shards", "text_encoder": True}
+    yield {"source": "shards", "masks": True}  # as masks, captions and crops are
+    yield {"source": "shards", "captions": "shuffled"}
+    yield {"source": "shards", "crops": "random"}
     for family in NEED_SOURCES:
         yield {"family": family, "source": "shards"}  # shards have no sources
         yield {"family": family, "class_images": True}  # nor have class images

@@ -28,6 +28,7 @@ from pairs.configs import (
     make_base,
     make_config,
     make_images,
+    make_masks,
     make_single_file,
     make_sources,
     make_training_adapter,
@@ -68,6 +69,8 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                 made[key] = make_images(folder / "images", key[1], 8)
             elif key[0] == "sources":
                 made[key] = make_sources(folder / "sources", get("images", "zorp"))
+            elif key[0] == "masks":
+                made[key] = make_masks(folder / "masks", get("images", "zorp"))
             elif key[0] == "adapter":
                 made[key] = make_training_adapter(folder / "adapter.safetensors", get("base", key[1]), key[1])
             elif key[0] == "lora":
@@ -121,7 +124,7 @@ def _fit(row: Row, materials: Callable[..., Path], folder: Path) -> tuple[Ended,
     if row["continued"]:
         lora = materials("lora", family, "lokr" if row["method"] == "lokr" else "lora")
     model = materials("single", family) if row["weights"] == "single" else base
-    images = (materials("images", "zorp"), materials("images", "plain"), materials("sources"))
+    images = (materials("images", "zorp"), materials("images", "plain"), materials("sources"), materials("masks"))
     config = make_config(row, Inputs(base, model, *images, shards, adapter, lora), root)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return train(row, folder / "config.yaml", root), base, root
