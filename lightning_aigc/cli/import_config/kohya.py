@@ -324,6 +324,7 @@ def read(given: dict[str, Any], found: Imported) -> None:
         "use_lion_optimizer",
         "lr_scheduler",
         "lr_warmup_steps",
+        "save_last_n_steps",
         "mixed_precision",
         "fp8_base",
         "fp8_base_unet",

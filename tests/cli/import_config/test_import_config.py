@@ -87,6 +87,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "model.noise_offset": 0.0357,
         "model.use_ema": False,
         "model.checkpointing_steps": 200,
+        "model.step_files_total_limit": 3,  # as sd-scripts: those of the last 500 steps, and the newest
         "model.validation_steps": 100,
         "model.validation_prompts": ["hoge girl, smiling", "hoge girl in the snow"],
         "model.output_name": "my_lora",
