@@ -17,7 +17,14 @@ from lightning_aigc.atomic_file import errors_as_warnings
 from lightning_aigc.checkpoint.coordination import all_agree, check_shared
 from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable
 from lightning_aigc.checkpoint.files.writer import SnapshotWriter
-from lightning_aigc.checkpoint.lightning_loops import LoopHooks, LoopState, State, mute_sigterm_broadcast, run_end_hooks
+from lightning_aigc.checkpoint.lightning_loops import (
+    LoopHooks,
+    LoopState,
+    State,
+    is_chosen_by_lightning,
+    mute_sigterm_broadcast,
+    run_end_hooks,
+)
 from lightning_aigc.checkpoint.preemption import StopPoll, end_run
 from lightning_aigc.checkpoint.resume import (
     LATEST,
@@ -104,12 +111,19 @@ class SnapshotSession:
             on_batch_over=self.after_batch,
             on_run=self._run,
         )
+        self._poll.watch(trainer)
 
     # Start -----------------------------------------------------------------------------------------------------------
 
     def _load(self, path: Any, stock: Callable[[Any], None]) -> None:
         """Load a snapshot, Lightning's own checkpoint, or nothing, instead of Lightning's loading."""
         directory, trainer = self.taker.writer.directory, self.trainer
+        if is_chosen_by_lightning(trainer, path):
+            rank_zero_warn(
+                f"{path} is Lightning's checkpoint of a job that SLURM requeued, and is not loaded unasked; delete it,"
+                f" or resume from it with: {resume_command(snapshot=Path(path))}"
+            )
+            path = None
         snapshot = choose_snapshot(trainer, directory, path)
         if snapshot is None:
             stock(None if path == LATEST else path)
@@ -306,7 +320,7 @@ class SnapshotSession:
     def close(self) -> None:
         """Detach from the Trainer's loops and release the folder."""
         self.is_closed = True
-        self._poll.stop()
+        self._poll.close()
         self._hooks.remove()
         self.taker.writer.close()
 
