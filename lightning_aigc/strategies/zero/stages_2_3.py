@@ -33,7 +33,7 @@ from lightning_aigc.sharding.layout import is_sharded, shard_model, sharded_part
 from lightning_aigc.sharding.local_parts import original_class
 from lightning_aigc.sharding.shards import from_shards
 from lightning_aigc.strategies.device_process_group import DeviceProcessGroup
-from lightning_aigc.strategies.finite_step import are_gradients_finite, skip_unless_finite
+from lightning_aigc.strategies.finite_step import StepCount, are_gradients_finite, skip_unless_finite
 from lightning_aigc.strategies.late_parameters import named
 from lightning_aigc.strategies.refused import refuse_callbacks, refuse_optimizers
 from lightning_aigc.strategies.zero.local_shard_optimizer import steps_on_local_parts
@@ -72,6 +72,7 @@ class ZeRO23Strategy(DeviceProcessGroup, ModelParallelStrategy):
                 setattr(self, name, value)
         self.settings, self.stage = settings, settings.stage
         self.offload_optimizer, self.between_nodes = settings.offload_optimizer, settings.between_nodes
+        self._steps = StepCount()
 
     @property
     def label(self) -> str:
@@ -129,6 +130,11 @@ class ZeRO23Strategy(DeviceProcessGroup, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING and not self.offload_optimizer:
             _optimizers_to_device(self.optimizers, self.root_device)
         self._unused_were_refused = False
+
+    def teardown(self) -> None:
+        self._steps.report(self.label)
+        self._steps = StepCount()
+        super().teardown()
 
     def _shard(self) -> None:
         module = self.lightning_module
@@ -219,7 +225,7 @@ class ZeRO23Strategy(DeviceProcessGroup, ModelParallelStrategy):
                 self._sync.end_step(finite=finite)
             return finite
 
-        with steps_on_local_parts(optimizer), skip_unless_finite(optimizer, is_step_finite):
+        with steps_on_local_parts(optimizer), skip_unless_finite(optimizer, is_step_finite, self._steps):
             try:
                 result = super().optimizer_step(optimizer, closure, model, **kwargs)
             except RuntimeError as error:
