@@ -281,7 +281,7 @@ def keep_asked_path(connector_class: type[_CheckpointConnector]) -> None:
         connector.asked_ckpt_path = ckpt_path
         return stock(connector, state_fn, ckpt_path, **arguments)
 
-    connector_class._select_ckpt_path = select  # type: ignore[method-assign]
+    connector_class._select_ckpt_path = select  # type: ignore[method-assign,assignment]
 
 
 keep_asked_path(_CheckpointConnector)

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
-from lightning_aigc.atomic_file import errors_as_warnings
 from lightning_aigc.checkpoint.coordination import all_agree, check_shared
 from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable
 from lightning_aigc.checkpoint.files.writer import SnapshotWriter
@@ -46,7 +44,7 @@ from lightning_aigc.checkpoint.training_state import (
     weights_are_finite,
 )
 from lightning_aigc.errors import SnapshotError
-from lightning_aigc.gradient_sync.transport.process_groups import reason_of
+from lightning_aigc.gradient_sync.transport.process_groups import errors_as_warnings, say_error
 
 Mode = Literal["min", "max"]
 
@@ -255,8 +253,7 @@ class SnapshotSession:
         """Save the state after the last micro-batch if no rank has changed it, and say how to resume."""
         taker, writer, trainer, loop_state = self.taker, self.taker.writer, self.trainer, self._loop_state
         if trainer.world_size > 1 and isinstance(exception, Exception):  # what follows may take seconds
-            said = f"rank {trainer.global_rank}: {type(exception).__name__}: {reason_of(exception)}"
-            print(said, file=sys.stderr, flush=True)
+            say_error(exception, trainer.global_rank)
         with errors_as_warnings():
             try:
                 taker.finish_copy()

@@ -166,10 +166,14 @@ def test_steps_beyond_the_end_of_the_decay_are_named_once() -> None:
     for _ in range(3):  # the last call comes after the last step
         optimizer.step()
         schedule.step()
-    with pytest.warns(UserWarning, match=r"beyond total_steps=3, where the rate is 0; give all steps") as found:
+
+    def go_on() -> None:
         for _ in range(3):
             optimizer.step()
             schedule.step()
+
+    with pytest.warns(UserWarning, match=r"beyond total_steps=3, where the rate is 0; give all steps") as found:
+        go_on()
     assert len(found) == 1
 
 
