@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
-from lightning_aigc.errors import ModelError
+from lightning_aigc.errors import ConfigError, ModelError
 
 Readers = Mapping[str, tuple[str, tuple[Any, ...], str]]
 """For a setting: the one that makes it read, the values with which it does not, and a value with which it does, or
@@ -40,6 +42,25 @@ def check_share(settings: Any, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(settings, name) < 1:
             raise ModelError(f"model.init_args.{name} must be in 0..1 and below 1, got {getattr(settings, name)}")
+
+
+_TIME = re.compile(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d(?:\.\d+)?)")
+
+
+def as_timedelta(value: Any, name: str) -> timedelta | None:
+    """Return a time that may be given in seconds, or as a text such as 0:05:00.
+
+    Raises: ConfigError for anything else, and for a time that is not above 0.
+    """
+    found: timedelta | None = value if isinstance(value, timedelta) else None
+    if isinstance(value, str) and (parts := _TIME.fullmatch(value.strip())):
+        days, hours, minutes, seconds = (float(part or 0) for part in parts.groups())
+        found = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        found = timedelta(seconds=value)
+    if value is not None and (found is None or found <= timedelta(0)):
+        raise ConfigError(f"{name} must be seconds above 0, or a text such as 0:05:00; got {value!r}")
+    return found
 
 
 def unread_settings(

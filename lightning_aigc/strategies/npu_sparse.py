@@ -64,7 +64,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         find_unused_parameters: As in DDP.
         gradient_as_bucket_view: As in DDP; saves a copy of the gradients.
         static_graph: As in DDP.
-        timeout: How long a rank waits for the others before it stops with an error.
+        timeout: How long a rank waits for the others before it stops with an error, such as 0:05:00, or seconds.
         stall_after_s: Seconds without a finished step before each rank writes where it waits to the folder `stalled`
             of the run; null is a third of timeout, 0 never.
         process_group_backend: hccl, nccl or gloo by the device when null.
@@ -89,7 +89,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         stall_after_s: float | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",

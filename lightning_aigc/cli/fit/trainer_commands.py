@@ -24,6 +24,8 @@ UNWRITABLE = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT
 def run_trainer_verb(arguments: list[str]) -> int:
     """Parse, build and run. Returns the exit status: 1 after a UserError, 2 after a wrong config."""
     _set_threads_before_torch_starts(arguments)
+    # C++ frames of each call to a store that has ended; the error says it in a sentence
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     quiet_known_warnings()
     if (foreign := _foreign_config(arguments)) is not None:
         print(f"error: {foreign}", file=sys.stderr)

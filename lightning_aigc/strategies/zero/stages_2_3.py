@@ -28,6 +28,7 @@ from lightning_aigc.gradient_sync.between_shards import BetweenShards
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
 from lightning_aigc.protocols import ProtectsGradients
+from lightning_aigc.setting_checks import as_timedelta
 from lightning_aigc.sharding.full_state import gathered, sharded_states, sharded_weights
 from lightning_aigc.sharding.layout import is_sharded, shard_model, sharded_parts
 from lightning_aigc.sharding.local_parts import original_class
@@ -60,12 +61,14 @@ class ZeRO23Strategy(DeviceProcessGroup, ModelParallelStrategy):
         self,
         settings: ZeROSettings,
         *,
-        timeout: timedelta | None,
+        timeout: timedelta | float | None,
         process_group_backend: str | None,
         **lightning_attributes: Any,
     ) -> None:
         super().__init__(
-            save_distributed_checkpoint=False, timeout=timeout, process_group_backend=process_group_backend
+            save_distributed_checkpoint=False,
+            timeout=as_timedelta(timeout, "timeout"),
+            process_group_backend=process_group_backend,
         )
         for name, value in lightning_attributes.items():  # ModelParallelStrategy has no arguments for them
             if value is not None:
