@@ -17,7 +17,7 @@ import torch.distributed as dist
 import lightning_aigc
 from lightning_aigc._lightning import ParallelStrategy, SLURMEnvironment, TorchElasticEnvironment, Trainer
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.protocols import DescribesTrainingData
+from lightning_aigc.protocols import ComparesTrainingData, DescribesTrainingData
 from lightning_aigc.secrets import redact
 
 PACKAGES = ("torch", "torch_npu", "lightning", "diffusers", "peft", "transformers")
@@ -113,6 +113,9 @@ def facts(trainer: Trainer, config: Mapping[str, Any]) -> Iterator[tuple[str, st
                 yield f"the images' {name}", f"{len(value)} with hash {digest}"
             else:
                 yield f"the images' {name}", repr(value)
+    if isinstance(data, ComparesTrainingData):
+        for kind, (count, checksum) in data.contents().items():
+            yield f"the checksum of the {kind}", f"{checksum:08x} ({count} files)"
 
 
 def differences(everybody: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,19 @@ def test_other_pictures_on_one_rank_are_found_before_the_first_step(
     (code, words), (other_code, _) = run(quick_config, tmp_path, "--data.init_args.train_data_dir", fewer)
     assert (code, other_code) == (1, 1)
     assert "the images' num_train_images is 6 on rank 0" in words and "and 3 on rank 1" in words
+
+
+def test_another_image_of_the_same_name_and_caption_on_one_rank_is_found(
+    quick_config: dict[str, Any], photos: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(photos, other)
+    with Image.open(other / "0.png") as picture:
+        changed = Image.effect_noise(picture.size, 64).convert("RGB")
+    changed.save(other / "0.png")
+    (code, words), (other_code, _) = run(quick_config, tmp_path, "--data.init_args.train_data_dir", other)
+    assert (code, other_code) == (1, 1)
+    assert "the checksum of the images is " in words and "(6 files) on rank 0" in words
 
 
 @pytest.mark.parametrize(("tasks", "nodes"), [("8", "2"), ("4", "1")])
