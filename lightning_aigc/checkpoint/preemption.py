@@ -155,7 +155,7 @@ class StopPoll:
     def start(self, trainer: Trainer) -> None:
         """Install the handlers and, on several ranks, make the process group; every rank calls it."""
         if trainer.world_size > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=getattr(trainer.strategy, "_timeout", None))
         if self._on_signal:
             launcher: Any = trainer.strategy.launcher
             self._signals = StopSignals(lambda: launcher.kill(AT_ONCE) if hasattr(launcher, "kill") else None)

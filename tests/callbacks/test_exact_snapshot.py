@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fakes.processes.ranks import run_ranks
 from fakes.runs.killed_trainings import KillAt, Net, Noisy, train
 from lightning_aigc.callbacks import ExactSnapshot
-from lightning_aigc.checkpoint import coordination, find_snapshots, session
+from lightning_aigc.checkpoint import coordination, find_snapshots, preemption, session
 from lightning_aigc.checkpoint.files.staging import DeferredCopies, HostBuffer
 from lightning_aigc.checkpoint.preemption import requeue
 from lightning_aigc.errors import ConfigError, ModelError, SnapshotError
@@ -484,6 +485,16 @@ def test_lightnings_checkpoint_of_a_requeued_job_is_named_and_not_loaded_unasked
     for asked in (str(path), "hpc"):
         with pytest.raises(pickle.UnpicklingError):
             train(tmp_path, [ExactSnapshot(0)], ckpt_path=asked)
+
+
+def test_the_ranks_wait_for_each_others_signals_no_longer_than_the_strategys_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **options: made.append(options))
+    strategy = NPUSparseStrategy(timeout=timedelta(minutes=5))
+    preemption.StopPoll(False, None).start(SimpleNamespace(world_size=2, strategy=strategy))  # type: ignore[arg-type]
+    assert made == [{"backend": "gloo", "timeout": timedelta(minutes=5)}]
 
 
 def test_a_job_without_scontrol_as_in_a_container_says_how_to_requeue_it(

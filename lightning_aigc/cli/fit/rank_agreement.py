@@ -73,7 +73,9 @@ def check_world(trainer: Trainer) -> None:
         if started == devices * nodes:
             return
         launcher, wanted_nodes = f"torchrun started {started} processes, {on_node} of them here", started // on_node
-    elif isinstance(environment, SLURMEnvironment) and isinstance(trainer.strategy, ParallelStrategy):
+    elif isinstance(environment, SLURMEnvironment) and (
+        isinstance(trainer.strategy, ParallelStrategy) or _is_of_srun()
+    ):
         try:
             environment.validate_settings(devices, nodes)
             return
@@ -87,6 +89,11 @@ def check_world(trainer: Trainer) -> None:
         f"{launcher}, and the Trainer wants {nodes} node(s) with {devices} device(s) each; add --trainer.devices"
         f" {on_node} --trainer.num_nodes {wanted_nodes}, or start as many processes"
     )
+
+
+def _is_of_srun() -> bool:
+    """Whether this is one of several tasks of srun, and no bare command in a job of several tasks."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1 or os.environ.get("SLURM_PROCID", "0") != "0"
 
 
 def facts(trainer: Trainer, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -95,6 +95,11 @@ def test_tasks_of_slurm_that_do_not_fit_are_answered_with_the_flags(
     trainer = SimpleNamespace(_accelerator_connector=connector, num_devices=4, num_nodes=2, strategy=DDPStrategy())
     with pytest.raises(ConfigError, match=f"add --trainer.devices {tasks} --trainer.num_nodes {nodes}, or start"):
         check_world(trainer)  # type: ignore[arg-type]
+    trainer.strategy = None  # one device
+    check_world(trainer)  # type: ignore[arg-type]  # a bare command in the job
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    with pytest.raises(ConfigError, match="or start as many processes"):
+        check_world(trainer)  # type: ignore[arg-type]
 
 
 def test_tasks_of_slurm_without_a_number_of_each_node_are_one_sentence(
