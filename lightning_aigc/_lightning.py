@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     )
     from lightning.pytorch.trainer.connectors import accelerator_connector
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
     from lightning.pytorch.trainer.connectors.logger_connector.result import (
         _Metadata,
         _ResultCollection,
@@ -112,6 +113,7 @@ NAMES = {
     ),
     "pytorch.trainer.connectors": "accelerator_connector",
     "pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "pytorch.trainer.connectors.checkpoint_connector": "_CheckpointConnector",
     "pytorch.trainer.connectors.logger_connector.result": "_Metadata _ResultCollection _ResultMetric _Sync",
     "pytorch.trainer.states": "TrainerFn",
     "pytorch.utilities": "GradClipAlgorithmType rank_zero_info rank_zero_warn",

@@ -1,4 +1,4 @@
-"""Atomic file writes through a temporary file and a rename, and failures that a training survives."""
+"""Atomic file writes through a temporary file and a rename, and failed writes that a training survives."""
 
 from __future__ import annotations
 
@@ -67,15 +67,6 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     """Write UTF-8 text atomically. Raises: OSError."""
     with atomic_file(path, durable=durable) as file:
         file.write(text.encode())
-
-
-@contextlib.contextmanager
-def errors_as_warnings() -> Iterator[None]:
-    """Warn of an error in the block, where it would hide the one that ended the training and skip other callbacks."""
-    try:
-        yield
-    except Exception as error:  # of any kind: the error that ended the training is the one to show
-        warnings.warn(f"after the training was stopped: {type(error).__name__}: {error}", stacklevel=3)
 
 
 @contextlib.contextmanager

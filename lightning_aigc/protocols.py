@@ -218,6 +218,15 @@ class DescribesTrainingData(Protocol):
         ...
 
 
+@runtime_checkable
+class ComparesTrainingData(Protocol):
+    """Tells its files from others of the same names and number."""
+
+    def contents(self) -> Mapping[str, list[int]]:
+        """Return the number and a checksum of each kind of file."""
+        ...
+
+
 # Callbacks ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from datetime import timedelta
 from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
@@ -111,6 +113,25 @@ def check_share(settings: Any, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(settings, name) < 1:
             raise ModelError(f"model.init_args.{name} must be in 0..1 and below 1, got {getattr(settings, name)}")
+
+
+_TIME = re.compile(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d(?:\.\d+)?)")
+
+
+def as_timedelta(value: Any, name: str) -> timedelta | None:
+    """Return a time that may be given in seconds, or as a text such as 0:05:00.
+
+    Raises: ConfigError for anything else, and for a time that is not above 0.
+    """
+    found: timedelta | None = value if isinstance(value, timedelta) else None
+    if isinstance(value, str) and (parts := _TIME.fullmatch(value.strip())):
+        days, hours, minutes, seconds = (float(part or 0) for part in parts.groups())
+        found = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        found = timedelta(seconds=value)
+    if value is not None and (found is None or found <= timedelta(0)):
+        raise ConfigError(f"{name} must be seconds above 0, or a text such as 0:05:00; got {value!r}")
+    return found
 
 
 def unread_settings(

@@ -16,8 +16,15 @@ id=$$
 hosts=("try$id-a" "try$id-b")
 jobs=()
 
+running() { for host in "${hosts[@]}"; do ip netns pids "$host" 2>/dev/null || true; done; }
+
 teardown() {
   for job in "${jobs[@]}"; do kill -- "-$job" 2>/dev/null || true; done # a group each: torchrun and its ranks
+  for _ in $(seq 50); do # ranks are in sessions of their own, so they are found by their host
+    [ -n "$(running)" ] || break
+    sleep 0.1
+  done
+  running | xargs -r kill -KILL 2>/dev/null || true # torchrun waits for a host that is gone
   for host in "${hosts[@]}"; do ip netns delete "$host" 2>/dev/null || true; done
 }
 trap teardown EXIT

@@ -7,7 +7,8 @@ before validation, plateau schedules and counters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_aigc._lightning import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
     Trainer,
+    _CheckpointConnector,
     _Loop,
     _Metadata,
     _pl_migrate_checkpoint,
@@ -266,6 +268,36 @@ def load_checkpoint(trainer: Trainer, checkpoint: State, loops: State, path: str
     checkpoint["loops"] = connector._get_loops_state_dict() | {"fit_loop": loops}
     connector._loaded_checkpoint = _pl_migrate_checkpoint(checkpoint, path)
     connector._ckpt_path = path
+
+
+def keep_asked_path(connector_class: type[_CheckpointConnector]) -> None:
+    """Make Lightning keep the ckpt_path that it was asked for: under SLURM it replaces None by an hpc_ckpt file."""
+    stock = connector_class._select_ckpt_path
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def select(connector: Any, state_fn: Any, ckpt_path: Any, **arguments: Any) -> Any:
+        connector.asked_ckpt_path = ckpt_path
+        return stock(connector, state_fn, ckpt_path, **arguments)
+
+    connector_class._select_ckpt_path = select  # type: ignore[method-assign,assignment]
+
+
+keep_asked_path(_CheckpointConnector)
+
+
+def is_chosen_by_lightning(trainer: Trainer, path: Any) -> bool:
+    """Whether a fit's checkpoint is an hpc_ckpt file of the run's folder that nobody asked for."""
+    connector: Any = trainer._checkpoint_connector
+    is_asked = connector.asked_ckpt_path is not None or connector._user_managed
+    return path is not None and not is_asked and str(path) == connector._hpc_resume_path
+
+
+def keep_handlers(trainer: Trainer, handlers: Mapping[int, Any]) -> None:
+    """Make Lightning restore these signal handlers at the end of the fit, if it restores any."""
+    found: dict[Any, Any] = trainer._signal_connector._original_handlers
+    found.update({number: handler for number, handler in handlers.items() if number in found})
 
 
 def dump_checkpoint(trainer: Trainer) -> State:

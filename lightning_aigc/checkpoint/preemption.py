@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_aigc._lightning import SIGTERMException, SLURMEnvironment, Trainer, rank_zero_info
+from lightning_aigc.checkpoint.lightning_loops import keep_handlers
 from lightning_aigc.errors import SnapshotError
 
 if sys.platform == "win32":
@@ -60,6 +61,29 @@ class StopSignals:
             again = "; Ctrl-C once more ends at once" if number == signal.SIGINT else ""
             # print() may be what was interrupted
             os.write(2, _line(number, again))
+
+
+class RequeueOutsideLoop(StopSignals):
+    """Handler of SLURM's requeue signal before and after the training loop: nothing is lost there that a snapshot has.
+
+    It requeues the job and ends the run. Lightning's own handler, which would write a checkpoint that later runs in the
+    folder load unasked, is not installed where there is one already.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self._trainer = trainer
+
+    def remove(self) -> None:
+        """Restore the previous handlers, also where Lightning restores those of the fit's start later."""
+        keep_handlers(self._trainer, self._previous)
+        super().remove()
+
+    def _record(self, number: int, _: Any) -> None:
+        if not self.received:
+            self.received = number
+            os.write(2, f"\n{signal.Signals(number).name}: no batch runs, so the run ends at once\n".encode())
+            end_run(self._trainer, number)
 
 
 def _line(number: int, again: str) -> bytes:
@@ -118,12 +142,20 @@ class StopPoll:
     def __init__(self, on_signal: bool, every_n_seconds: float | None) -> None:
         self._on_signal, self._every_n_seconds = on_signal, every_n_seconds
         self._signals = StopSignals()
+        self._outside: StopSignals | None = None
         self._group: Any = None
+
+    def watch(self, trainer: Trainer) -> None:
+        """Answer SLURM's requeue signal from now on, until `start` and again after `stop`."""
+        number = requeue_signal(trainer) if self._on_signal else None
+        if number is not None:
+            self._outside = RequeueOutsideLoop(trainer)
+            self._outside.install([number])
 
     def start(self, trainer: Trainer) -> None:
         """Install the handlers and, on several ranks, make the process group; every rank calls it."""
         if trainer.world_size > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=getattr(trainer.strategy, "_timeout", None))
         if self._on_signal:
             launcher: Any = trainer.strategy.launcher
             self._signals = StopSignals(lambda: launcher.kill(AT_ONCE) if hasattr(launcher, "kill") else None)
@@ -152,5 +184,11 @@ class StopPoll:
         return bool(self._signals.received)
 
     def stop(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the signal handlers before `start`."""
         self._signals.remove()
+
+    def close(self) -> None:
+        """Restore the signal handlers before `watch`."""
+        self.stop()
+        if self._outside is not None:
+            self._outside.remove()

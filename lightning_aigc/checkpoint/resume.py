@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_aigc._lightning import Trainer, rank_zero_info, rank_zero_warn
+from lightning_aigc._lightning import SLURMEnvironment, TorchElasticEnvironment, Trainer, rank_zero_info, rank_zero_warn
 from lightning_aigc.checkpoint import lightning_loops, training_state
 from lightning_aigc.checkpoint.dataloader import stateful
 from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots, newest_complete
@@ -64,7 +64,7 @@ class ResumeSession:
         own = snapshot.rank(rank) if is_same else reshard(snapshot, rank, world_size)
         saved, now = strategy_kind(own), training_state.strategy_kind(trainer)
         if saved != now:
-            rank_zero_warn(strategy_caveat(saved, now))
+            rank_zero_warn(strategy_caveat(saved, now, drops=has_residuals(own)))
         if not is_same or saved != now:
             own["checkpoint"], own["gradients"] = whole_state(snapshot, own)
         else:
@@ -140,10 +140,17 @@ def strategy_kind(own: dict[str, Any]) -> str | None:
     return None if own["strategy"] is None else str(own["strategy"]["kind"])
 
 
-def strategy_caveat(saved: str | None, now: str | None) -> str:
+def has_residuals(own: dict[str, Any]) -> bool:
+    """Whether a rank's state holds what gradient compression has not sent yet."""
+    return bool(((own["strategy"] or {}).get("sync") or {}).get("residuals"))
+
+
+def strategy_caveat(saved: str | None, now: str | None, *, drops: bool) -> str:
     return (
         f"the snapshot's strategy is {saved or 'one device or DDP'} and this run's is {now or 'one device or DDP'}: "
-        "weights, optimizer states and schedules go on; what gradient compression had not sent yet is dropped"
+        "weights, optimizer states and schedules go on"
+        + "; what gradient compression had not sent yet is dropped"
+        * drops
     )
 
 
@@ -155,18 +162,22 @@ def is_snapshot(path: Any) -> bool:
 def resume_command(arguments: list[str] | None = None, snapshot: Path | None = None) -> str:
     """The command that resumes the run of these arguments, `sys.argv` by default.
 
+    Where torchrun or srun starts the ranks, only they know the whole command, so it is described.
+
     Args: snapshot: one to name; the command then takes another configuration too.
     """
     program, *words = sys.argv if arguments is None else arguments
     if "fit" not in words:
         return f"trainer.fit(..., ckpt_path={json.dumps(str(snapshot or LATEST))})"
+    ending = "--resume" if snapshot is None else f"--ckpt_path {shlex.quote(str(snapshot))}"
+    if any(kind.detect() and kind().world_size() > 1 for kind in (TorchElasticEnvironment, SLURMEnvironment)):
+        return f"the same command on every node, with {ending}"
     kept, skip = [], False
     for word in words:
         if not skip and word.split("=")[0] not in ("--ckpt_path", "--resume", "--overwrite"):
             kept.append(word)
         skip = word == "--ckpt_path"
     start = "python -m lightning_aigc" if Path(program).name == "__main__.py" else "lightning"
-    ending = "--resume" if snapshot is None else f"--ckpt_path {shlex.quote(str(snapshot))}"
     return f"{start} {shlex.join(kept)} {ending}"
 
 

@@ -6,18 +6,23 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
-from lightning_aigc.atomic_file import errors_as_warnings
 from lightning_aigc.checkpoint.coordination import all_agree, check_shared
 from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable
 from lightning_aigc.checkpoint.files.writer import SnapshotWriter
-from lightning_aigc.checkpoint.lightning_loops import LoopHooks, LoopState, State, mute_sigterm_broadcast, run_end_hooks
+from lightning_aigc.checkpoint.lightning_loops import (
+    LoopHooks,
+    LoopState,
+    State,
+    is_chosen_by_lightning,
+    mute_sigterm_broadcast,
+    run_end_hooks,
+)
 from lightning_aigc.checkpoint.preemption import StopPoll, end_run
 from lightning_aigc.checkpoint.resume import (
     LATEST,
@@ -39,7 +44,7 @@ from lightning_aigc.checkpoint.training_state import (
     weights_are_finite,
 )
 from lightning_aigc.errors import ConfigError, SnapshotError
-from lightning_aigc.gradient_sync.transport.process_groups import reason_of
+from lightning_aigc.gradient_sync.transport.process_groups import errors_as_warnings, say_error
 
 Mode = Literal["min", "max"]
 
@@ -108,6 +113,7 @@ class SnapshotSession:
             on_batch_over=self.after_batch,
             on_run=self._run,
         )
+        self._poll.watch(trainer)
 
     # Start -----------------------------------------------------------------------------------------------------------
 
@@ -118,6 +124,12 @@ class SnapshotSession:
             stock(path)
             return
         directory, trainer = self.taker.writer.directory, self.trainer
+        if is_chosen_by_lightning(trainer, path):
+            rank_zero_warn(
+                f"{path} is Lightning's checkpoint of a job that SLURM requeued, and is not loaded unasked; delete it,"
+                f" or resume from it with: {resume_command(snapshot=Path(path))}"
+            )
+            path = None
         snapshot = choose_snapshot(trainer, directory, path)
         if snapshot is None:
             stock(None if path == LATEST else path)
@@ -271,8 +283,7 @@ class SnapshotSession:
         """Save the state after the last micro-batch if no rank has changed it, and say how to resume."""
         taker, writer, trainer, loop_state = self.taker, self.taker.writer, self.trainer, self._loop_state
         if trainer.world_size > 1 and isinstance(exception, Exception):  # what follows may take seconds
-            said = f"rank {trainer.global_rank}: {type(exception).__name__}: {reason_of(exception)}"
-            print(said, file=sys.stderr, flush=True)
+            say_error(exception, trainer.global_rank)
         with errors_as_warnings():
             try:
                 taker.finish_copy()
@@ -336,7 +347,7 @@ class SnapshotSession:
     def close(self) -> None:
         """Detach from the Trainer's loops and release the folder."""
         self.is_closed = True
-        self._poll.stop()
+        self._poll.close()
         self._hooks.remove()
         self.taker.writer.close()
 

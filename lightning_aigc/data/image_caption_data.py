@@ -406,6 +406,10 @@ class ImageCaptionData(LightningDataModule):
             "captions": tuple(index.samples[row].caption for row in sorted(own)),
         }
 
+    def contents(self) -> dict[str, list[int]]:
+        """The number and a checksum of each kind of file, by which ranks and resumed runs tell other data."""
+        return self.index().contents()
+
     def files_written(self) -> tuple[int, int, str]:
         """Files that this process wrote for this run, their bytes, and the folder that holds them all."""
         report = self._report

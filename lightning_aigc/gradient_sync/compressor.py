@@ -31,6 +31,7 @@ from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOU
 from lightning_aigc.gradient_sync.watch.replica_check import check_equal
 from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, default_after_s
 from lightning_aigc.gradient_sync.watch.step_report import StepReport, describe
+from lightning_aigc.setting_checks import as_timedelta
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class GradientCompressor:
         protect_layers: Sequence[str] | None = None,
         *,
         mode: Mode | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         stall_after_s: float | None = None,
         stall_folder: str | Path | None = None,
         **options: Any,
@@ -81,7 +82,7 @@ class GradientCompressor:
             mode: None is `sparse` where `strategy` or `sparsity_target` is given, and else the default, `int3`, which
                 loses less; a warning names the mode.
             options: other fields of `SyncOptions`.
-            timeout: how long a rank waits for the others before it stops with an error.
+            timeout: how long a rank waits for the others before it stops with an error; a number is seconds.
             stall_after_s: seconds without a finished step before each rank writes where it waits; None is a third of
                 the timeout, 0 never.
             stall_folder: folder of these reports; None is stderr.
@@ -108,8 +109,8 @@ class GradientCompressor:
             known = ", ".join(FIELDS)
             raise ConfigError(f"{str(error).partition(' ')[2]}; SyncOptions has {known}") from None
         self._notes += unused_options(self.options, written)
-        self.timeout = timeout
-        self._stall_after_s = default_after_s(timeout) if stall_after_s is None else stall_after_s
+        self.timeout = as_timedelta(timeout, "timeout") or DEFAULT_TIMEOUT
+        self._stall_after_s = default_after_s(self.timeout) if stall_after_s is None else stall_after_s
         self._stall_folder = None if stall_folder is None else Path(stall_folder)
         self._watchdog: StallWatchdog | None = None
         self.mode: Mode = mode

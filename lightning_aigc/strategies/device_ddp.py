@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_aigc._lightning import DDPStrategy
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, report_folder
+from lightning_aigc.setting_checks import as_timedelta
 from lightning_aigc.strategies.device_process_group import DeviceProcessGroup
 from lightning_aigc.strategies.late_parameters import LateParameters
 
@@ -31,6 +32,8 @@ class DeviceDDPStrategy(DeviceProcessGroup, DDPStrategy):
             raise ConfigError(
                 f"stall_after_s must be above 0, 0 for no report, or null for a third of timeout; got {stall_after_s}"
             )
+        if "timeout" in kwargs:
+            kwargs["timeout"] = as_timedelta(kwargs["timeout"], "timeout")
         super().__init__(*args, **kwargs)
         self._stall_after_s = stall_after_s
 

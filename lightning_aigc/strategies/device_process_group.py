@@ -20,6 +20,9 @@ from lightning_aigc._lightning import (
     DDPStrategy,
     LightningEnvironment,
     ParallelStrategy,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    Trainer,
     _destroy_dist_connection,
     _init_dist_connection,
     rank_zero_info,
@@ -73,6 +76,37 @@ def say_while_waiting(sentence: str, after_s: float = SAY_AFTER_S) -> Iterator[N
         yield
     finally:
         timer.cancel()
+
+
+def still_waits(label: str, environment: Any) -> str:
+    """Return the sentence to print while this rank waits for the others."""
+    return (
+        f"{label}: rank {environment.global_rank()} of {environment.world_size()} still waits for the others at "
+        f"{environment.main_address}:{environment.main_port}. Did every node start, with this MASTER_ADDR and "
+        f"MASTER_PORT, and with trainer.strategy {label}? May nodes open connections to one another on any port, and "
+        "over which interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME)?"
+    )
+
+
+def meet_ranks(trainer: Trainer) -> None:
+    """Meet the ranks of torchrun or SLURM under a strategy of Lightning's, as the strategies here do themselves.
+
+    So a rank that stops, or a node with another strategy, ends all of them now and not at their timeout. Collective.
+
+    Raises: as `wait_for_ranks`.
+    """
+    strategy: Any = trainer.strategy
+    environment: Any = trainer._accelerator_connector.cluster_environment
+    is_launched = isinstance(environment, (TorchElasticEnvironment, SLURMEnvironment))
+    if not is_launched or trainer.world_size == 1 or isinstance(strategy, DeviceProcessGroup) or dist.is_initialized():
+        return
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+    rank, ranks, timeout = environment.global_rank(), environment.world_size(), getattr(strategy, "_timeout", None)
+    label = type(strategy).__name__.removesuffix("Strategy").lower()
+    with say_while_waiting(still_waits(label, environment)):
+        # kept: rank 0's process group takes over its port, and the others are still connected
+        strategy.meeting_place = store = open_store(rank, ranks, timeout)
+        wait_for_ranks(store, rank, ranks, timeout, label)
 
 
 if TYPE_CHECKING:  # a class with this mixin is a DDPStrategy or a ModelParallelStrategy of Lightning
@@ -138,15 +172,10 @@ class DeviceProcessGroup(Parent):
         arguments: dict[str, Any] = {"timeout": self._timeout}
         if self.root_device.type == "cuda":
             arguments["device_id"] = self.root_device
-        with say_while_waiting(
-            f"{self.label}: rank {self.global_rank} of {self.world_size} still waits for the others at "
-            f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}. Did every node start, with "
-            "this MASTER_ADDR and MASTER_PORT? May nodes open connections to one another on any port, and over which "
-            "interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME)?"
-        ):
+        with say_while_waiting(still_waits(self.label, self.cluster_environment)):
             if not dist.is_initialized():  # else an earlier fit has made it
                 self._store = self._store or self._open_store()
-                wait_for_ranks(self._store, self.global_rank, self.world_size, self._timeout)
+                wait_for_ranks(self._store, self.global_rank, self.world_size, self._timeout, self.label)
                 arguments["store"], self._store = PrefixStore("default_pg", self._store), None
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **arguments)
 

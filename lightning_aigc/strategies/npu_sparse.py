@@ -35,7 +35,7 @@ from lightning_aigc.gradient_sync.watch.step_report import describe
 from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.report.record import SyncResult
 from lightning_aigc.strategies.device_ddp import DeviceDDPStrategy
-from lightning_aigc.strategies.finite_step import skip_unless_finite
+from lightning_aigc.strategies.finite_step import StepCount, skip_unless_finite
 from lightning_aigc.strategies.refused import refuse_optimizers
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
 
@@ -64,7 +64,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         find_unused_parameters: As in DDP.
         gradient_as_bucket_view: As in DDP; saves a copy of the gradients.
         static_graph: As in DDP.
-        timeout: How long a rank waits for the others before it stops with an error.
+        timeout: How long a rank waits for the others before it stops with an error, such as 0:05:00, or seconds.
         stall_after_s: Seconds without a finished step before each rank writes where it waits to the folder `stalled`
             of the run; null is a third of timeout, 0 never.
         process_group_backend: hccl, nccl or gloo by the device when null.
@@ -89,7 +89,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         stall_after_s: float | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -129,6 +129,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         self._sync: Sync | None = None
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._optimizer_steps = 0
+        self._steps = StepCount()
         self._checkpoint = SyncCheckpoint()
         self._is_without_averaging = False
 
@@ -257,7 +258,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         if self._sync is None or isinstance(optimizer, LBFGS):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         else:
-            with skip_unless_finite(optimizer, self._is_step_finite):
+            with skip_unless_finite(optimizer, self._is_step_finite, self._steps):
                 result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._after_step()
         return result
@@ -368,6 +369,8 @@ class NPUSparseStrategy(DeviceDDPStrategy):
     def teardown(self) -> None:
         if self._sync is not None:
             rank_zero_info(f"npu_sparse: {describe(self._sync.report, self._sync.step, self._sync.skipped_steps)}")
+            self._steps.warn_if_none_taken("npu_sparse")
+            self._steps = StepCount()
             self._sync.close()
             self._sync = None
         super().teardown()

@@ -19,13 +19,16 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_aigc._lightning import SLURMEnvironment, TorchElasticEnvironment
 from lightning_aigc.cluster.topology import Topology, device_order, read_topology
-from lightning_aigc.gradient_sync.transport.process_groups import SyncError, stopped_by
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.gradient_sync.transport.process_groups import SyncError, is_said_by_first_rank, stopped_by
 
 POLL_S = 0.1
 SAY_FAREWELL_S = 10.0
 """Time that a stopping rank gives the others to read its reason, because its process may hold the store."""
 _opened = 0
 """Number of stores that this process has opened; a store that outlives a process group keeps its keys."""
+_stopped_at: Store | None = None
+"""Store at which this rank has told the others, or was told, why they stop."""
 
 
 def open_store(rank: int, ranks: int, timeout: timedelta | None) -> Store:
@@ -47,49 +50,74 @@ def open_store(rank: int, ranks: int, timeout: timedelta | None) -> Store:
     return PrefixStore(f"lightning_aigc/attempt_{attempt}/{_opened}", store)
 
 
-def wait_for_ranks(store: Store, rank: int, ranks: int, timeout: timedelta | None) -> None:
+def wait_for_ranks(store: Store, rank: int, ranks: int, timeout: timedelta | None, strategy: str) -> None:
     """Wait until every rank has called this. Collective.
 
-    Raises: ConfigError if another rank said that it stops; SyncError after the timeout, with the missing ranks.
+    Raises: ConfigError if another rank said that it stops, or has another strategy; SyncError after the timeout, with
+        the missing ranks.
     """
+    global _stopped_at
     timeout = timeout or default_pg_timeout
     deadline = time.monotonic() + timeout.total_seconds()
     store.set(f"here/{rank}", socket.gethostname())
+    own = json.dumps([rank, socket.gethostname(), strategy])
+    first, first_host, of_first = json.loads(store.compare_set("strategy", "", own))
+    if of_first != strategy:
+        sentence = (
+            f"rank {rank} ({socket.gethostname()}) runs trainer.strategy {strategy}, and rank {first} ({first_host})"
+            f" {of_first}; give every node the same command"
+        )
+        _stopped_at = store
+        _tell(store, rank, ranks, sentence)
+        raise ConfigError(sentence)
     arrived = store.add("arrived", 1)
     while arrived < ranks:
         if store.check(["failed"]):
             by, host, sentence = json.loads(store.get("failed"))
             store.add("told", 1)
+            _stopped_at = store
             raise stopped_by(by, host, sentence)
         if time.monotonic() > deadline:
             missing = ", ".join(str(other) for other in range(ranks) if not store.check([f"here/{other}"]))
             raise SyncError(
                 f"rank {rank} of {ranks} waited {timeout} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
-                f"for rank(s) {missing}; look at their logs, and whether their nodes have started"
+                f"for rank(s) {missing}; look at their logs, whether their nodes have started, and whether they run"
+                f" another trainer.strategy than {strategy}"
             )
         time.sleep(POLL_S)
         arrived = store.add("arrived", 0)
 
 
-def tell_others(sentence: str) -> None:
-    """Tell the ranks that wait in `wait_for_ranks` why this rank stops; does nothing without a launcher of ranks."""
-    environments = (TorchElasticEnvironment, SLURMEnvironment)
-    launcher = next((environment() for environment in environments if environment.detect()), None)
-    if launcher is None or dist.is_initialized() or launcher.world_size() == 1:
-        return
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = launcher.main_address, str(launcher.main_port)
-    rank, ranks = launcher.global_rank(), launcher.world_size()
-    deadline = time.monotonic() + SAY_FAREWELL_S
+def tell_others(sentence: str) -> bool:
+    """Tell the ranks that wait in `wait_for_ranks` why this rank stops; does nothing without a launcher of ranks.
+
+    Returns: whether the first rank of this node stops with the same sentence, and so prints it.
+    """
     try:
-        store = open_store(rank, ranks, timedelta(seconds=SAY_FAREWELL_S))
-        if not store.check(["failed"]):
-            store.set("failed", json.dumps([rank, socket.gethostname(), sentence]))
-        told = store.add("told", 1)
-        while told < ranks and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-            told = store.add("told", 0)
+        launcher = next((kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect()), None)
+        if launcher is None or dist.is_initialized() or launcher.world_size() == 1:
+            return False
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = launcher.main_address, str(launcher.main_port)
+        rank, ranks = launcher.global_rank(), launcher.world_size()
+        store = _stopped_at or open_store(rank, ranks, timedelta(seconds=SAY_FAREWELL_S))
+        if launcher.local_rank() == 0:
+            is_said_by_first_rank(sentence, store)
+        if _stopped_at is None:
+            _tell(store, rank, ranks, sentence)
+        return launcher.local_rank() != 0 and is_said_by_first_rank(sentence, store)
     except (RuntimeError, ValueError):  # the store is gone, so nobody waits at it
-        return
+        return False
+
+
+def _tell(store: Store, rank: int, ranks: int, sentence: str) -> None:
+    """Leave the sentence in the store, and wait for a while until all ranks have read it."""
+    deadline = time.monotonic() + SAY_FAREWELL_S
+    if not store.check(["failed"]):
+        store.set("failed", json.dumps([rank, socket.gethostname(), sentence]))
+    told = store.add("told", 1)
+    while told < ranks and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        told = store.add("told", 0)
 
 
 _agreed: dict[tuple[int, ...], list[int]] = {}

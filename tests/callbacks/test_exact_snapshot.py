@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fakes.processes.ranks import run_ranks
 from fakes.runs.killed_trainings import KillAt, Net, Noisy, train
 from lightning_aigc.callbacks import ExactSnapshot
-from lightning_aigc.checkpoint import coordination, find_snapshots
+from lightning_aigc.checkpoint import coordination, find_snapshots, preemption, session
 from lightning_aigc.checkpoint.files.staging import DeferredCopies, HostBuffer
 from lightning_aigc.checkpoint.preemption import requeue
 from lightning_aigc.errors import ConfigError, ModelError, SnapshotError
@@ -461,10 +463,8 @@ def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path: Path, whole: Tensor)
     assert torch.equal(train(tmp_path, [ExactSnapshot(2)], ckpt_path="latest").flat(), whole)
 
 
-@pytest.mark.parametrize("array", [None, ("70", "4")])
-def test_slurms_signal_requeues_the_job_which_then_goes_on_by_itself(
-    tmp_path: Path, whole: Tensor, monkeypatch: pytest.MonkeyPatch, array: tuple[str, str] | None
-) -> None:
+def slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: tuple[str, str] | None = None) -> None:
+    """Stand in for a job of one task, whose scontrol writes what it is asked into a file."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
@@ -474,15 +474,70 @@ def test_slurms_signal_requeues_the_job_which_then_goes_on_by_itself(
     for name, value in {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", **job}.items():
         monkeypatch.setenv(name, value)
 
-    def plugins() -> list[Any]:
-        return [SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)]
 
+def plugins() -> list[Any]:
+    return [SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)]
+
+
+@pytest.mark.parametrize("array", [None, ("70", "4")])
+def test_slurms_signal_requeues_the_job_which_then_goes_on_by_itself(
+    tmp_path: Path, whole: Tensor, monkeypatch: pytest.MonkeyPatch, array: tuple[str, str] | None
+) -> None:
+    slurm_job(tmp_path, monkeypatch, array)
     with pytest.raises(SystemExit):
         train(tmp_path, [ExactSnapshot(0), SignalTo(signal.SIGUSR1, 7)], plugins=plugins())
     assert (tmp_path / "asked").read_text() == ("requeue 71\n" if array is None else "requeue 70_4\n")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     resumed = train(tmp_path, [ExactSnapshot(0)], plugins=plugins())
     assert torch.equal(resumed.flat(), whole) and len(find_snapshots(tmp_path / "snapshots")) == 2
+
+
+class SignalIn(Callback):
+    """Sends this process SLURM's signal in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_sanity_check_start", "on_train_end", "on_fit_end"])
+def test_slurms_signal_outside_of_the_loop_requeues_without_a_checkpoint_of_lightning(
+    tmp_path: Path, whole: Tensor, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    slurm_job(tmp_path, monkeypatch)
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(SystemExit) as stop:
+        train(tmp_path, [ExactSnapshot(0), SignalIn(hook)], plugins=plugins())
+    assert stop.value.code == 128 + signal.SIGUSR1 and signal.getsignal(signal.SIGUSR1) == before
+    assert (tmp_path / "asked").read_text() == "requeue 71\n"
+    assert not list(tmp_path.rglob("*.ckpt")) and bool(steps_of(tmp_path)) == (hook in ("on_train_end", "on_fit_end"))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert torch.equal(train(tmp_path, [ExactSnapshot(0)], plugins=plugins()).flat(), whole)
+
+
+def test_lightnings_checkpoint_of_a_requeued_job_is_named_and_not_loaded_unasked(
+    tmp_path: Path, whole: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_job(tmp_path, monkeypatch)
+    monkeypatch.setenv("SLURM_JOB_NAME", "sd_lora")
+    path = tmp_path / "hpc_ckpt_1.ckpt"
+    path.write_bytes(b"of an earlier version")
+    said: list[str] = []
+    monkeypatch.setattr(session, "rank_zero_warn", said.append)
+    assert torch.equal(train(tmp_path, [ExactSnapshot(0)]).flat(), whole)
+    assert len(said) == 1 and said[0].startswith(f"{path} is Lightning's checkpoint of a job that SLURM requeued")
+    for asked in (str(path), "hpc"):
+        with pytest.raises(pickle.UnpicklingError):
+            train(tmp_path, [ExactSnapshot(0)], ckpt_path=asked)
+
+
+def test_the_ranks_wait_for_each_others_signals_no_longer_than_the_strategys_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **options: made.append(options))
+    strategy = NPUSparseStrategy(timeout=timedelta(minutes=5))
+    preemption.StopPoll(False, None).start(SimpleNamespace(world_size=2, strategy=strategy))  # type: ignore[arg-type]
+    assert made == [{"backend": "gloo", "timeout": timedelta(minutes=5)}]
 
 
 def test_a_job_without_scontrol_as_in_a_container_says_how_to_requeue_it(

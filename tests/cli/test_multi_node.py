@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,25 @@ def test_the_recipe_removes_its_hosts_also_when_a_command_fails(tmp_path: Path) 
     assert done.returncode == 1
     assert "host 0 | rank 0 of 10.211.8.1" in done.stdout and "host 1 | rank 1 of" in done.stdout
     assert not {name for name in namespaces() - before if name.startswith("try")}
+
+
+@pytest.mark.usefixtures("needs_namespaces")
+def test_the_recipe_ends_what_it_started_also_where_that_ignores_a_signal(tmp_path: Path) -> None:
+    stubborn = "trap '' TERM; echo $$ > $NODE_RANK.pid; exec sleep 300"
+    run_recipe("bash", "-c", f'setsid bash -c "{stubborn.replace("$", chr(92) + "$")}" & sleep 1', folder=tmp_path)
+    pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(2)]
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie, which only waits for its parent."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.usefixtures("needs_namespaces")

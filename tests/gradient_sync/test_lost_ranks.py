@@ -14,7 +14,7 @@ from fakes.processes.given_gradients import Training, refusal
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import SyncError
-from lightning_aigc.gradient_sync.transport.process_groups import reason_of
+from lightning_aigc.gradient_sync.transport.process_groups import errors_as_warnings, reason_of, say_error, was_said
 
 SHORT = timedelta(seconds=3)
 ENDS = ("int3", "dense", "sparse", "local", "inline")
@@ -61,6 +61,29 @@ def test_a_rank_that_hangs_is_an_error_after_the_timeout(mode: str, tmp_path: Pa
     (said, seconds), _ = run_ranks(stuck, 2, tmp_path, mode)
     assert said.startswith("SyncError: rank 0 of 2 could not") and "a longer timeout than 0:00:03" in said
     assert 2 < seconds < SHORT.total_seconds() + 2
+
+
+def test_an_error_is_printed_once_and_what_follows_from_a_lost_rank_is_no_news(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lost = SyncError("rank 1 of 2 could not add up gradients in step 7")
+    say_error(lost, 1)
+    assert capsys.readouterr().err == f"error: {lost}\n" and was_said(lost)
+    own = ValueError("my own bug")
+    say_error(own, 1)
+    assert capsys.readouterr().err == "rank 1: ValueError: my own bug\n" and not was_said(own)
+    another = RuntimeError("[/x/gloo/pair.cc:553] Connection closed by peer. This is typically")
+
+    def end_with(error: Exception) -> None:
+        with errors_as_warnings():
+            raise error
+
+    try:
+        raise lost
+    except SyncError:
+        end_with(another)
+        with pytest.warns(UserWarning, match="after the training was stopped: ValueError: my own bug"):
+            end_with(own)
 
 
 def test_the_reason_of_an_error_is_its_first_line_and_the_next_after_a_colon() -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,20 @@ def steady(rank: int, folder: str) -> str:
 def test_a_run_whose_steps_finish_says_and_writes_nothing(tmp_path: Path) -> None:
     assert run_ranks(steady, 2, tmp_path, str(tmp_path / "stalled")) == ["", ""]
     assert not (tmp_path / "stalled").exists()
+
+
+def test_a_step_that_finishes_while_the_others_are_asked_is_not_reported(tmp_path: Path) -> None:
+    said: list[str] = []
+    watchdog = StallWatchdog(AFTER_S, tmp_path, 0, 2, timedelta(minutes=30), say=said.append)
+    board = SimpleNamespace(post=lambda where: None, clear=lambda: said.append("cleared"), lines=lambda posts: [])
+
+    def wait(seconds: float) -> dict[int, str]:
+        watchdog.progress(7)
+        return {0: "step 7"}
+
+    board.wait_for_posts = wait
+    watchdog._board = board  # type: ignore[assignment]
+    assert not watchdog._report(watchdog._progress_at) and said == ["cleared"]
 
 
 def test_one_rank_is_not_watched_and_a_negative_time_is_refused(tmp_path: Path) -> None:

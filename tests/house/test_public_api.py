@@ -64,8 +64,8 @@ DEFINED = {
         "ConfigError", "DataError", "ImageWarning", "ModelError", "SamplingTooSlow", "SnapshotError", "UserError",
     ],
     "lightning_aigc.protocols": [
-        "CachesCaptions", "CountsTokens", "DescribesTrainingData", "HasEditSources", "HasExampleBatch",
-        "HasHeldOutBatches",
+        "CachesCaptions", "ComparesTrainingData", "CountsTokens", "DescribesTrainingData", "HasEditSources",
+        "HasExampleBatch", "HasHeldOutBatches",
         "HasOutputName", "HasPackedBase", "HasReferenceImages", "HasShardedTensors", "HasSnapshotState",
         "HasValidationPrompts", "PreservesCaptions", "ProtectsGradients", "SamplesEdits", "SavesLoRA", "SavesModel",
         "SupportsSampling",

@@ -21,8 +21,10 @@ from torch.utils.data import DataLoader
 from fakes.models.small_lightning import Small, fit, make_batches
 from fakes.processes.given_gradients import MODES
 from fakes.processes.ranks import run_ranks
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.gradient_sync import GradientCompressor
 from lightning_aigc.precision import FusedBackwardPrecision
-from lightning_aigc.strategies import NPUSparseStrategy
+from lightning_aigc.strategies import NPUSparseStrategy, ZeROStrategy
 
 RUNS: dict[str, dict[str, Any]] = {mode: {"mode": mode, "local_steps": 1} for mode in (*MODES, "auto")}
 RUNS |= {"static graph": {"static_graph": True}}
@@ -309,6 +311,16 @@ def test_a_dead_rank_ends_the_run_with_an_error_and_without_a_hang(tmp_path: Pat
     (said, seconds), _ = run_ranks(dies, 2, tmp_path, gloo=False, may_die=[1])
     assert said.startswith("SyncError: rank 0 of 2 could not add up gradients in step 3")
     assert seconds < 15
+
+
+@pytest.mark.parametrize("value", [300, 300.0, "0:05:00", "00:05:00.0", timedelta(minutes=5)])
+def test_a_timeout_may_be_seconds_or_a_text(value: Any) -> None:
+    assert NPUSparseStrategy(timeout=value)._timeout == timedelta(minutes=5)
+    assert {ZeROStrategy(stage, timeout=value)._timeout for stage in (1, 3)} == {timedelta(minutes=5)}
+    assert GradientCompressor(timeout=value).timeout == timedelta(minutes=5)
+    for wrong in ("soon", 0, -1, True, float("nan"), [5]):
+        with pytest.raises(ConfigError, match=r"timeout must be seconds above 0, or a text such as 0:05:00; got "):
+            NPUSparseStrategy(timeout=wrong)
 
 
 def test_one_rank_trains_as_without_the_strategy(tmp_path: Path) -> None:

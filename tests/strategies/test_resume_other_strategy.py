@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.checkpoint import resume
 from lightning_aigc.strategies import NPUSparseStrategy, ZeROStrategy
 from lightning_aigc.strategies.zero.stage_1 import own_states
 
@@ -127,7 +128,10 @@ def go_on(rank: int, root: str, pairs: list[tuple[str, str]]) -> dict[str, Any]:
         folder = Path(root, f"{saved} then {run}")
         if rank == 0:  # the others look for it when rank 0 has chosen a snapshot
             shutil.copytree(Path(root, saved), folder)
+        said: list[str] = []
+        resume.rank_zero_warn = said.append
         found[" -> ".join(pair)] = fit(run[:-5], folder, STEPS + 2, ckpt_path="latest").before
+        found[f"warnings of {' -> '.join(pair)}"] = said
     return found
 
 
@@ -146,6 +150,11 @@ def test_every_pair_of_strategies_and_ranks_goes_on_with_equal_states(
         found = run_ranks(go_on, ranks, tmp_path / f"resume{ranks}", str(tmp_path), own, gloo=False, timeout_s=600)
         for source, target in own:
             pair = f"{source} -> {target}"
+            drops = any(
+                "what gradient compression had not sent yet" in line for line in found[0][f"warnings of {pair}"]
+            )
+            assert not drops or (source.startswith("npu_sparse") and source[-1] != "1") or is_local(source), pair
+            assert drops or pair != "npu_sparse on 2 -> zero_3 on 2"
             keeps_own = source[-1] == target[-1] and is_local(source) and is_local(target)
             for rank, of_one in enumerate(found):
                 assert_equal(of_one[pair][0], saved[source][rank] if keeps_own else mean(saved[source]), pair)

@@ -22,7 +22,7 @@ from lightning_aigc.callbacks import AdaptiveLR, ExactSnapshot, GradientHealthMo
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.sharding.local_parts import local_part
 from lightning_aigc.sharding.stored_bytes import StoredBytes, stored_bytes
-from lightning_aigc.strategies import ZeROStrategy
+from lightning_aigc.strategies import ZeROStrategy, finite_step
 
 STAGES = {"ddp": 0, "zero_1": 1, "zero_2": 2, "zero_3": 3}
 STEPS = 8
@@ -98,7 +98,10 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     if RANKS == 4:
         return results
     for name in ("zero_1", "zero_2", "zero_3"):
+        results[name]["said"] = said = []
+        finite_step.rank_zero_info = finite_step.rank_zero_warn = said.append
         results[name]["NaN"] = fit(rank, Four([(3, 1)]), strategy=name)[0].after
+        fit(rank, Four([(k, 1) for k in range(STEPS)]), strategy=name)
     callbacks = [GradientHealthMonitor(every_n_steps=2, page=False, dirpath=folder), AdaptiveLR()]
     watched, trainer = fit(rank, Four([(3, 1)]), strategy="zero_3", callbacks=callbacks, default_root_dir=folder)
     results["watched"] = [watched.after, [a.check for a in callbacks[0].alerts], trainer.logged_metrics]  # type: ignore[attr-defined]
@@ -200,6 +203,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(two: li
         before, skipped, later = of_rank[name]["NaN"][2:5]
         assert torch.equal(before, skipped)
         assert not torch.equal(skipped, later) and later.isfinite().all()
+        some, all_of_them, warning = of_rank[name]["said"][:3]
+        assert some == f"{name}: 1 of {STEPS} steps skipped for gradients that are not finite"
+        assert all_of_them.startswith(f"{name}: {STEPS} of {STEPS} steps skipped")
+        assert warning.startswith(f"{name}: no step was taken")
 
 
 def test_the_monitor_and_the_adaptive_rate_read_shards_on_all_ranks(two: list[dict[str, Any]]) -> None:

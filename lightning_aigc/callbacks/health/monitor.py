@@ -20,7 +20,6 @@ from lightning_aigc._lightning import (
     rank_zero_logger,
     rank_zero_warn,
 )
-from lightning_aigc.atomic_file import errors_as_warnings
 from lightning_aigc.callbacks.health.alerts.alert_log import AlertLog, HealthFiles, is_single_rank
 from lightning_aigc.callbacks.health.alerts.alerts import LEVELS, Alert
 from lightning_aigc.callbacks.health.checks.frozen import NOT_IN_OPTIMIZER, check_optimizers
@@ -35,6 +34,7 @@ from lightning_aigc.callbacks.health.step_reading import StepInputs
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.gradient_sync.transport.process_groups import errors_as_warnings
 from lightning_aigc.protocols import HasSnapshotState
 from lightning_aigc.setting_checks import check_types
 from lightning_aigc.sharding.local_parts import original_class

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_warn
-from lightning_aigc.atomic_file import errors_as_warnings, warns_if_unwritten, write_text
+from lightning_aigc.atomic_file import warns_if_unwritten, write_text
 from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
 from lightning_aigc.callbacks.order import LATE, order_callbacks
 from lightning_aigc.callbacks.run_progress import RunProgress
@@ -36,7 +36,7 @@ from lightning_aigc.callbacks.sampling.judges import Judge, Pair, make_judge
 from lightning_aigc.callbacks.sampling.pairs import find_prompts
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.errors import SnapshotError, UserError
-from lightning_aigc.gradient_sync.transport.process_groups import reason_of
+from lightning_aigc.gradient_sync.transport.process_groups import errors_as_warnings, reason_of
 from lightning_aigc.protocols import SupportsSampling
 from lightning_aigc.report.paired_scores import Check
 from lightning_aigc.report.record import RECORD_FILE, SUMMARY_FILE, RunRecord

@@ -11,11 +11,12 @@ from typing import Any
 from weakref import WeakSet
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
-from lightning_aigc.atomic_file import errors_as_warnings, warns_if_unwritten
+from lightning_aigc.atomic_file import warns_if_unwritten
 from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.checkpoint.resume import move_aside
 from lightning_aigc.checkpoint.session import session_of
 from lightning_aigc.errors import ConfigError, ModelError
+from lightning_aigc.gradient_sync.transport.process_groups import errors_as_warnings
 from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA, SavesModel
 from lightning_aigc.report.record import SUMMARY_FILE
 from lightning_aigc.setting_checks import check_types

@@ -43,7 +43,7 @@ from lightning_aigc.checkpoint.run_config import YAML_LOADER, find_finished, fin
 from lightning_aigc.cli.fit.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
 from lightning_aigc.cli.fit.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.fit.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
-from lightning_aigc.cli.fit.rank_agreement import check_ranks_agree
+from lightning_aigc.cli.fit.rank_agreement import check_ranks_agree, check_world
 from lightning_aigc.cli.fit.rank_errors import end_started_ranks, share_errors
 from lightning_aigc.cli.fit.short_help import OPTIONS
 from lightning_aigc.cli.fit.start_lines import StartLines
@@ -51,9 +51,11 @@ from lightning_aigc.cli.fit.traceback_file import bug_within
 from lightning_aigc.cli.fit.trainer_values import check_trainer_values
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.errors import ConfigError, UserError
+from lightning_aigc.gradient_sync.transport.process_groups import is_first_of_node
 from lightning_aigc.protocols import HasValidationPrompts
 from lightning_aigc.report.record import SUMMARY_FILE
 from lightning_aigc.secrets import redact, redact_text, refuse_hidden
+from lightning_aigc.strategies.device_process_group import meet_ranks
 
 LISTED = 3
 """Files of an earlier run that a refusal names."""
@@ -75,8 +77,7 @@ class AIGCArgumentParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        print(f"error: {redact_text(readable_config_error(message, self))}", file=sys.stderr)
-        raise SystemExit(2)
+        refuse_command(readable_config_error(message, self))
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Parse a config file, refusing unknown empty blocks, which jsonargparse drops unchecked."""
@@ -85,9 +86,15 @@ class AIGCArgumentParser(LightningArgumentParser):
             text = Path(str(cfg_path)).read_text(encoding="utf-8")
             config = yaml.load(text, YAML_LOADER)
         for sentence in unknown_empty_blocks(config, self):
-            print(f"error: {sentence}", file=sys.stderr)
-            raise SystemExit(2)
+            refuse_command(sentence)
         return super().parse_path(cfg_path, *args, **kwargs)
+
+
+def refuse_command(sentence: str) -> NoReturn:
+    """Print what is wrong with the command or its config, once a node, whose ranks all have it, and exit with 2."""
+    if is_first_of_node():
+        print(f"error: {redact_text(sentence)}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -216,6 +223,8 @@ class AIGCCLI(LightningCLI):
             return
         if subcommand == "fit" and not self._may_replace():
             refuse_earlier_run(self.trainer)
+        check_world(self.trainer)
+        meet_ranks(self.trainer)
         try:
             super()._run_subcommand(subcommand)
         except BaseException:
@@ -326,6 +335,11 @@ class AIGCCLI(LightningCLI):
             if twice := re.search(r"more than one stateful callback of type `(\w+)`", str(error)):
                 raise ConfigError(
                     f"trainer.callbacks has {twice[1]} twice, and the state of one alone is kept; keep one"
+                ) from error
+            if tasks := re.search(r"You set `--ntasks=(\d+)`", str(error)):
+                raise ConfigError(
+                    f"SLURM's job has --ntasks={tasks[1]}, which does not say how many run on a node; ask for --nodes"
+                    " and --ntasks-per-node instead, and give --trainer.num_nodes and --trainer.devices these numbers"
                 ) from error
             raise
 

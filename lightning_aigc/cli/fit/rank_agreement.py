@@ -6,6 +6,7 @@ Ranks that differ would hang at the first collective that only some of them reac
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -14,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 
 import lightning_aigc
-from lightning_aigc._lightning import Trainer
+from lightning_aigc._lightning import ParallelStrategy, SLURMEnvironment, TorchElasticEnvironment, Trainer
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.protocols import DescribesTrainingData
+from lightning_aigc.protocols import ComparesTrainingData, DescribesTrainingData
 from lightning_aigc.secrets import redact
 
 PACKAGES = ("torch", "torch_npu", "lightning", "diffusers", "peft", "transformers")
@@ -59,6 +60,42 @@ def check_ranks_agree(trainer: Trainer, config: Mapping[str, Any]) -> None:
         )
 
 
+def check_world(trainer: Trainer) -> None:
+    """Compare the processes that torchrun or SLURM started with the Trainer's devices and nodes.
+
+    Raises: ConfigError with the flags that fit, where Lightning raises a ValueError or trains each rank alone.
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    devices, nodes = trainer.num_devices, trainer.num_nodes
+    if isinstance(environment, TorchElasticEnvironment):
+        started = environment.world_size()
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", started))
+        if started == devices * nodes:
+            return
+        launcher, wanted_nodes = f"torchrun started {started} processes, {on_node} of them here", started // on_node
+    elif isinstance(environment, SLURMEnvironment) and (
+        isinstance(trainer.strategy, ParallelStrategy) or _is_of_srun()
+    ):
+        try:
+            environment.validate_settings(devices, nodes)
+            return
+        except ValueError:
+            wanted_nodes = int(os.environ.get("SLURM_NNODES", nodes))
+            on_node = int(os.environ.get("SLURM_NTASKS_PER_NODE", devices))
+            launcher = f"SLURM has {wanted_nodes} node(s) with {on_node} task(s) each"
+    else:
+        return
+    raise ConfigError(
+        f"{launcher}, and the Trainer wants {nodes} node(s) with {devices} device(s) each; add --trainer.devices"
+        f" {on_node} --trainer.num_nodes {wanted_nodes}, or start as many processes"
+    )
+
+
+def _is_of_srun() -> bool:
+    """Whether this is one of several tasks of srun, and no bare command in a job of several tasks."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1 or os.environ.get("SLURM_PROCID", "0") != "0"
+
+
 def facts(trainer: Trainer, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Values that must be equal on all ranks, by name."""
     yield "lightning_aigc", lightning_aigc.__version__
@@ -83,6 +120,9 @@ def facts(trainer: Trainer, config: Mapping[str, Any]) -> Iterator[tuple[str, st
                 yield f"the images' {name}", f"{len(value)} with hash {digest}"
             else:
                 yield f"the images' {name}", repr(value)
+    if isinstance(data, ComparesTrainingData):
+        for kind, (count, checksum) in data.contents().items():
+            yield f"the checksum of the {kind}", f"{checksum:08x} ({count} files)"
 
 
 def differences(everybody: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:

@@ -10,7 +10,6 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 from lightning_aigc._third_party_imports import delay_torchmetrics
@@ -25,6 +24,8 @@ UNWRITABLE = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT
 def run_trainer_verb(arguments: list[str]) -> int:
     """Parse, build and run. Returns the exit status: 1 after a UserError, 2 after a wrong config."""
     _set_threads_before_torch_starts(arguments)
+    # C++ frames of each call to a store that has ended; the error says it in a sentence
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     quiet_known_warnings()
     if (foreign := _foreign_config(arguments)) is not None:
         print(f"error: {foreign}", file=sys.stderr)
@@ -39,6 +40,7 @@ def run_trainer_verb(arguments: list[str]) -> int:
     with _garbage_left_alone():
         from lightning_aigc._lightning import MisconfigurationException, _destroy_dist_connection
         from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
+        from lightning_aigc.gradient_sync.transport.process_groups import error_sentence, was_said
         from lightning_aigc.strategies.rendezvous import tell_others
 
     tidy_console()
@@ -47,7 +49,7 @@ def run_trainer_verb(arguments: list[str]) -> int:
     try:
         AIGCCLI()
     except UserError as error:
-        return _refused(_without_worker_traceback(str(error)))
+        return _refused(str(error_sentence(error)), is_said=was_said(error))
     except MisconfigurationException as error:
         return _refused(first_sentence(str(error)))
     except (pickle.UnpicklingError, EOFError) as error:
@@ -60,10 +62,10 @@ def run_trainer_verb(arguments: list[str]) -> int:
             " trainer.default_root_dir and data.init_args.cache_dir: free some space there, or set others"
         )
     except RuntimeError as error:
-        sentence = lost_rank_sentence(error)
+        sentence = error_sentence(error)
         if sentence is None:
             raise
-        return _refused(sentence)
+        return _refused(sentence, is_said=was_said(error))
     except SystemExit as stop:
         status = _status(stop)
         if status:
@@ -85,64 +87,20 @@ def _garbage_left_alone() -> Iterator[None]:
         gc.enable()
 
 
-def _refused(sentence: str) -> int:
-    """Print an error, tell it to ranks that wait for this one, and return the exit status."""
+def _refused(sentence: str, *, is_said: bool = False) -> int:
+    """Print an error once a node, tell it to ranks that wait for this one, and return the exit status."""
+    from lightning_aigc.gradient_sync.transport.process_groups import is_first_of_node, is_said_by_first_rank
     from lightning_aigc.strategies.rendezvous import tell_others
 
-    if not _is_said_by_first_rank(sentence):
-        print(f"error: {redact_text(sentence)}", file=sys.stderr, flush=True)
-    tell_others(sentence)
+    line = f"error: {redact_text(sentence)}"
+    is_first = is_first_of_node()
+    if is_first and not is_said:
+        is_said_by_first_rank(sentence)  # tells it to the others
+        print(line, file=sys.stderr, flush=True)
+    is_said_there = tell_others(sentence)
+    if not (is_first or is_said or is_said_there or is_said_by_first_rank(sentence)):
+        print(line, file=sys.stderr, flush=True)
     return 1
-
-
-def _is_said_by_first_rank(sentence: str) -> bool:
-    """Whether the first rank of this node prints the same error, as it does for data that all ranks refuse."""
-    import torch.distributed as dist
-
-    local, node = (
-        next((value for name in names if (value := os.environ.get(name))), "")
-        for names in (("LOCAL_RANK", "SLURM_LOCALID"), ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID"))
-    )
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return False
-    store, key = dist.distributed_c10d._get_default_store(), f"lightning_aigc/refused/{node}"
-    try:
-        if local in ("", "0"):
-            store.set(key, sentence)
-            return False
-        store.wait([key], timedelta(seconds=2))
-        return bool(store.get(key).decode() == sentence)
-    except RuntimeError:  # the first rank has no error, or the store's process has ended
-        return False
-
-
-def lost_rank_sentence(error: RuntimeError) -> str | None:
-    """The error line for a failed collective, most often because another rank has ended; None for other errors."""
-    from lightning_aigc.gradient_sync.transport.process_groups import SyncError, is_of_a_collective, reason_of
-
-    if isinstance(error, SyncError):
-        return str(error)
-    if not is_of_a_collective(error):
-        return None
-    if "EADDRINUSE" in str(error):
-        return (
-            f"port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')}, where the ranks meet, is in use"
-            " by another process; run it with a free port, such as MASTER_PORT=29501 in front of the command, or"
-            " without MASTER_PORT, and one is chosen"
-        )
-    variables = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
-    rank = next((value for name in variables if (value := os.environ.get(name))), "of this process")
-    return (
-        f"rank {rank} lost the others: {reason_of(error)}. Another rank has stopped, hangs or cannot be reached; the"
-        " first error in the ranks' logs says why"
-    )
-
-
-def _without_worker_traceback(message: str) -> str:
-    """The last sentence of a loader worker's error, whose text torch fills with the whole traceback."""
-    if "Original Traceback" not in message:
-        return message
-    return message.strip().rpartition("Error: ")[2]
 
 
 def _status(stop: SystemExit) -> int:

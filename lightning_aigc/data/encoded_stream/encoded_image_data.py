@@ -169,6 +169,11 @@ class EncodedImageData(LightningDataModule):
         """Metadata on the training images for a LoRA file, by the field names of `LoRAMetadata`."""
         return {**self.manifest(self.shards_dir).facts, "train_batch_size": self.train_batch_size}
 
+    def contents(self) -> dict[str, list[int]]:
+        """The number of entries and a checksum of their shards, by which ranks and resumed runs tell other data."""
+        kinds = {"entries": self.shards_dir, "held-out entries": self.validation_shards_dir}
+        return {name: self.manifest(found).contents for name, found in kinds.items() if found}
+
     def image_sizes(self) -> list[tuple[int, int]]:
         """Each (width, height) of the shards, those of `validation_shards_dir` among them."""
         folders = [folder for folder in (self.shards_dir, self.validation_shards_dir) if folder is not None]
@@ -196,8 +201,7 @@ class EncodedImageData(LightningDataModule):
         empty = self._read_file(folder, COMMON) if is_training and self.caption_dropout_rate else {}
         dropout, flip = (self.caption_dropout_rate, self.random_flip) if is_training else (0.0, False)
         buckets = list(self.manifest(folder).buckets().values())
-        kinds = {"entries": self.shards_dir, "held-out entries": self.validation_shards_dir}
-        contents = {name: self.manifest(found).contents for name, found in kinds.items() if is_training and found}
+        contents = self.contents() if is_training else {}
         return StreamDataset(reader, buckets, empty, dropout, flip, self.on_bad_shard, self.seed, contents)
 
     def _read_file(self, folder: str, file: str) -> dict[str, Tensor]:

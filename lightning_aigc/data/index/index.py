@@ -39,6 +39,7 @@ class TrainingIndex:
     report: DataReport
     validation: list[Sample] = field(default_factory=list)
     """The held-out images."""
+    _contents: dict[str, list[int]] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def sources_per_image(self) -> int:
@@ -51,7 +52,12 @@ class TrainingIndex:
         return self.samples[0].condition is not None
 
     def contents(self) -> dict[str, list[int]]:
-        """Return the number and a checksum of each kind of file that is there, to tell other data at a resume."""
+        """Return the number and a checksum of each kind of file that is there, read once, to tell other data."""
+        if self._contents is None:
+            self._contents = self._count_contents()
+        return self._contents
+
+    def _count_contents(self) -> dict[str, list[int]]:
         own = [sample for sample in self.samples if not sample.is_prior]
         kinds: dict[str, list[Sample]] = {
             "images": own,

@@ -128,9 +128,14 @@ def check_cast(place: str, trained: Sequence[Tensor], cast: Sequence[Tensor]) ->
     """Raise ModelError for a layer with values that are not finite, in a file's dtype or as they were trained."""
     if all(bool(tensor.isfinite().all()) for tensor in cast):
         return
+    remedy = "the training diverged, so none is saved; lower model.init_args.learning_rate"
     if all(bool(tensor.isfinite().all()) for tensor in trained):
-        raise ModelError(f"{place} has values that are not finite in {cast[0].dtype}; save with dtype=torch.float32")
-    raise ModelError(f"the LoRA of {place} has values that are not finite: the training diverged, so none is saved")
+        largest = max(float(tensor.abs().max()) for tensor in trained if tensor.numel())
+        raise ModelError(
+            f"the LoRA of {place} has values of up to {largest:.3g}, which {cast[0].dtype} does not hold: {remedy}"
+            " (in Python, dtype=torch.float32 saves them)"
+        )
+    raise ModelError(f"the LoRA of {place} has values that are not finite: {remedy}")
 
 
 def canonical_module(component: str, module: str) -> str:

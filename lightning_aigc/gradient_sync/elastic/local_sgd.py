@@ -14,7 +14,7 @@ from lightning_aigc.gradient_sync.elastic.quorum import Meeting
 from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.modes.reductions import run_alone
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.transport.process_groups import explain
+from lightning_aigc.gradient_sync.transport.process_groups import explain, reason_of
 from lightning_aigc.gradient_sync.watch.replica_check import PRIME, bits_of
 from lightning_aigc.gradient_sync.watch.stall_watchdog import print_line
 
@@ -80,7 +80,7 @@ class ElasticLocalSGD(LocalSGD):
                 total_N = self._sum(meeting)
                 is_there = True
             except RuntimeError as error:
-                print_line(f"the average of {len(meeting.members)} runs broke off: {str(error).splitlines()[0]}")
+                print_line(f"the average of {len(meeting.members)} runs broke off: {reason_of(error)}")
                 self.groups.disconnect()
                 broken.append(meeting.ids)
                 if broken.count(meeting.ids) == ATTEMPTS:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -14,6 +17,7 @@ from lightning_aigc.cluster.topology import node_key, nodes_of
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.gradient_sync.transport.chunked_exchange import chunked_where_slow
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic
+from lightning_aigc.secrets import redact_text
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -161,6 +165,98 @@ def errors_of_all_ranks() -> Iterator[None]:
     except Exception as error:  # raised below, once the other ranks know of it
         failed = error
     raise_on_all_ranks(failed)
+
+
+def error_sentence(error: Exception) -> str | None:
+    """Return the sentence of an error that a user can do something about: a UserError, or a lost rank; else None."""
+    if isinstance(error, UserError):
+        text = str(error)
+        # torch fills the text of a loader worker's error with the whole traceback
+        return text.strip().rpartition("Error: ")[2] if "Original Traceback" in text else text
+    return lost_rank_sentence(error) if isinstance(error, RuntimeError) else None
+
+
+def lost_rank_sentence(error: RuntimeError) -> str | None:
+    """Return the sentence of a failed collective, most often because another rank has ended; None for other errors."""
+    if isinstance(error, SyncError):
+        return str(error)
+    if not is_of_a_collective(error):
+        return None
+    if "EADDRINUSE" in str(error):
+        return (
+            f"port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')}, where the ranks meet, is in use"
+            " by another process; run it with a free port, such as MASTER_PORT=29501 in front of the command, or"
+            " without MASTER_PORT, and one is chosen"
+        )
+    rank = _first_set("RANK", "SLURM_PROCID", "LOCAL_RANK") or "of this process"
+    return (
+        f"rank {rank} lost the others: {reason_of(error)}. Another rank has stopped, hangs or cannot be reached; the"
+        " first error in the ranks' logs says why"
+    )
+
+
+@contextmanager
+def errors_as_warnings() -> Iterator[None]:
+    """Warn of an error in the block, where it would hide the one that ended the training and skip other callbacks.
+
+    After a lost rank each further collective fails too, which is no news.
+    """
+    ended_by = sys.exc_info()[1]
+    try:
+        yield
+    except Exception as error:  # of any kind: the error that ended the training is the one to show
+        if not (_is_of_lost_rank(error) and _is_of_lost_rank(ended_by)):
+            said = f"after the training was stopped: {type(error).__name__}: {reason_of(error)}"
+            warnings.warn(said, stacklevel=3)
+
+
+def _is_of_lost_rank(error: BaseException | None) -> bool:
+    return isinstance(error, SyncError) or (isinstance(error, RuntimeError) and is_of_a_collective(error))
+
+
+def say_error(error: Exception, rank: int) -> None:
+    """Print an error that ends a training of several ranks, before its end, which may take seconds; see `was_said`."""
+    sentence = error_sentence(error)
+    if sentence is None:
+        print(f"rank {rank}: {type(error).__name__}: {reason_of(error)}", file=sys.stderr, flush=True)
+        return
+    if not is_said_by_first_rank(sentence):
+        print(f"error: {redact_text(sentence)}", file=sys.stderr, flush=True)
+    error.was_said = True  # type: ignore[attr-defined]
+
+
+def was_said(error: Exception) -> bool:
+    """Whether the sentence of this error has been printed."""
+    return getattr(error, "was_said", False)
+
+
+def is_said_by_first_rank(sentence: str, store: Any = None) -> bool:
+    """Whether the first rank of this node prints the same error, as it does for data that all ranks refuse.
+
+    Args: store: one that the ranks share; the process group's by default.
+    """
+    try:
+        if store is None:
+            if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+                return False
+            store = dist.distributed_c10d._get_default_store()
+        key = f"lightning_aigc/refused/{_first_set('GROUP_RANK', 'NODE_RANK', 'SLURM_NODEID')}"
+        if is_first_of_node():
+            store.set(key, sentence)
+            return False
+        store.wait([key], timedelta(seconds=2))
+        return bool(store.get(key).decode() == sentence)
+    except RuntimeError:  # the first rank has no error, or the store's process has ended
+        return False
+
+
+def is_first_of_node() -> bool:
+    """Whether this process is the first rank of its node, or the only one."""
+    return _first_set("LOCAL_RANK", "SLURM_LOCALID") in ("", "0")
+
+
+def _first_set(*variables: str) -> str:
+    return next((value for name in variables if (value := os.environ.get(name))), "")
 
 
 def is_of_a_collective(error: RuntimeError) -> bool:

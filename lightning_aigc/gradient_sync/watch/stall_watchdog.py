@@ -109,7 +109,8 @@ class StallWatchdog:
             if is_due and reported is None and self._reports < MOST_REPORTS:
                 reported = progress_at
                 self._reports += 1
-                self._report(progress_at)
+                if not self._report(progress_at):
+                    reported = None
                 woke_at = time.monotonic()
 
     def _is_closed_after(self, seconds: float) -> bool:
@@ -118,7 +119,8 @@ class StallWatchdog:
         with _last_resort(2 * self.after_s):
             return self._closed.wait(seconds)
 
-    def _report(self, progress_at: float) -> None:
+    def _report(self, progress_at: float) -> bool:
+        """Write this rank's report, and print one line for all. Returns: False where a step has finished meanwhile."""
         where = f"{self._doing}, in {innermost_frame(threading.main_thread())}"
         lines = self._lines()
         board = self._board
@@ -131,6 +133,10 @@ class StallWatchdog:
         if board is not None and path is not None:
             with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(["the other ranks:", *board.lines(said), "", ""]))
+        if self._progress_at != progress_at:
+            if board is not None:
+                board.clear()
+            return False
         if board is None or min(said, default=self.rank) == self.rank:  # one rank speaks for all that answer
             silent = "" if board is None else board.sentence(said)
             files = "above" if path is None else f"in {path.parent}/rank*.txt"
@@ -138,6 +144,7 @@ class StallWatchdog:
                 f"no step has finished for {time.monotonic() - progress_at:.0f} s: {silent}where each rank waits "
                 f"stands {files}; if nothing moves, the run ends with an error at its timeout of {self.timeout}"
             )
+        return True
 
     def _lines(self) -> list[str]:
         try:

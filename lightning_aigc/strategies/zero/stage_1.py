@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.strategies.device_ddp import DeviceDDPStrategy
-from lightning_aigc.strategies.finite_step import are_gradients_finite, skip_unless_finite
+from lightning_aigc.strategies.finite_step import StepCount, are_gradients_finite, skip_unless_finite
 from lightning_aigc.strategies.refused import refuse_optimizers
 from lightning_aigc.strategies.zero.settings import ZeROSettings
 
@@ -32,6 +32,7 @@ class ZeRO1Strategy(DeviceDDPStrategy):
     def __init__(self, settings: ZeROSettings, **lightning_arguments: Any) -> None:
         super().__init__(**lightning_arguments, gradient_as_bucket_view=True)
         self.settings, self.stage = settings, settings.stage
+        self._steps = StepCount()
 
     @property
     def label(self) -> str:
@@ -45,6 +46,11 @@ class ZeRO1Strategy(DeviceDDPStrategy):
         self.settings.refuse_one_rank(self.world_size)
         self.settings.apply_to_trainer(trainer)
         super().setup(trainer)
+
+    def teardown(self) -> None:
+        self._steps.report(self.label)
+        self._steps = StepCount()
+        super().teardown()
 
     _is_for_snapshot = False
     _saved_states: Sequence[dict[int, Any]] = ()
@@ -69,7 +75,7 @@ class ZeRO1Strategy(DeviceDDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Take the step on all ranks, or on none if the mean gradient is not finite."""
-        with skip_unless_finite(optimizer, lambda: are_gradients_finite(optimizer)):
+        with skip_unless_finite(optimizer, lambda: are_gradients_finite(optimizer), self._steps):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # protocols.HasSnapshotState: each rank's states go into its file of an exact snapshot

@@ -28,12 +28,13 @@ from lightning_aigc.gradient_sync.between_shards import BetweenShards
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
 from lightning_aigc.protocols import ProtectsGradients
+from lightning_aigc.setting_checks import as_timedelta
 from lightning_aigc.sharding.full_state import gathered, sharded_states, sharded_weights
 from lightning_aigc.sharding.layout import is_sharded, shard_model, sharded_parts
 from lightning_aigc.sharding.local_parts import original_class
 from lightning_aigc.sharding.shards import from_shards
 from lightning_aigc.strategies.device_process_group import DeviceProcessGroup
-from lightning_aigc.strategies.finite_step import are_gradients_finite, skip_unless_finite
+from lightning_aigc.strategies.finite_step import StepCount, are_gradients_finite, skip_unless_finite
 from lightning_aigc.strategies.late_parameters import named
 from lightning_aigc.strategies.refused import refuse_callbacks, refuse_optimizers
 from lightning_aigc.strategies.zero.local_shard_optimizer import steps_on_local_parts
@@ -60,18 +61,21 @@ class ZeRO23Strategy(DeviceProcessGroup, ModelParallelStrategy):
         self,
         settings: ZeROSettings,
         *,
-        timeout: timedelta | None,
+        timeout: timedelta | float | None,
         process_group_backend: str | None,
         **lightning_attributes: Any,
     ) -> None:
         super().__init__(
-            save_distributed_checkpoint=False, timeout=timeout, process_group_backend=process_group_backend
+            save_distributed_checkpoint=False,
+            timeout=as_timedelta(timeout, "timeout"),
+            process_group_backend=process_group_backend,
         )
         for name, value in lightning_attributes.items():  # ModelParallelStrategy has no arguments for them
             if value is not None:
                 setattr(self, name, value)
         self.settings, self.stage = settings, settings.stage
         self.offload_optimizer, self.between_nodes = settings.offload_optimizer, settings.between_nodes
+        self._steps = StepCount()
 
     @property
     def label(self) -> str:
@@ -129,6 +133,11 @@ class ZeRO23Strategy(DeviceProcessGroup, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING and not self.offload_optimizer:
             _optimizers_to_device(self.optimizers, self.root_device)
         self._unused_were_refused = False
+
+    def teardown(self) -> None:
+        self._steps.report(self.label)
+        self._steps = StepCount()
+        super().teardown()
 
     def _shard(self) -> None:
         module = self.lightning_module
@@ -219,7 +228,7 @@ class ZeRO23Strategy(DeviceProcessGroup, ModelParallelStrategy):
                 self._sync.end_step(finite=finite)
             return finite
 
-        with steps_on_local_parts(optimizer), skip_unless_finite(optimizer, is_step_finite):
+        with steps_on_local_parts(optimizer), skip_unless_finite(optimizer, is_step_finite, self._steps):
             try:
                 result = super().optimizer_step(optimizer, closure, model, **kwargs)
             except RuntimeError as error:

@@ -38,7 +38,7 @@ class ZeROStrategy(ParallelStrategy):
         between_nodes: BetweenNodes | None = None,
         protect: list[str] | None = None,
         deepspeed_config: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         process_group_backend: str | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -56,7 +56,7 @@ class ZeROStrategy(ParallelStrategy):
                 only those that the module itself names, such as a ControlNet's edge path.
             deepspeed_config: a ds_config.json, or accelerate's YAML. Its stage, offload, accumulation, clipping,
                 precision and activation checkpointing apply where the config sets none; the log has one line per key.
-            timeout: how long a rank waits for the others before it stops with an error.
+            timeout: how long a rank waits for the others before it stops with an error, such as 0:05:00, or seconds.
             process_group_backend: hccl, nccl or gloo by the device when null.
 
         Raises: ConfigError for a value outside what is accepted.

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from PIL import Image
 
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.checkpoint.coordination import check_shared
-from lightning_aigc.cli.fit.rank_agreement import differences
-from lightning_aigc.errors import SnapshotError
+from lightning_aigc.cli.fit.rank_agreement import check_world, differences
+from lightning_aigc.errors import ConfigError, SnapshotError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and folders
 
@@ -65,6 +69,50 @@ def test_other_pictures_on_one_rank_are_found_before_the_first_step(
     (code, words), (other_code, _) = run(quick_config, tmp_path, "--data.init_args.train_data_dir", fewer)
     assert (code, other_code) == (1, 1)
     assert "the images' num_train_images is 6 on rank 0" in words and "and 3 on rank 1" in words
+
+
+def test_another_image_of_the_same_name_and_caption_on_one_rank_is_found(
+    quick_config: dict[str, Any], photos: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(photos, other)
+    with Image.open(other / "0.png") as picture:
+        changed = Image.effect_noise(picture.size, 64).convert("RGB")
+    changed.save(other / "0.png")
+    (code, words), (other_code, _) = run(quick_config, tmp_path, "--data.init_args.train_data_dir", other)
+    assert (code, other_code) == (1, 1)
+    assert "the checksum of the images is " in words and "(6 files) on rank 0" in words
+
+
+@pytest.mark.parametrize(("tasks", "nodes"), [("8", "2"), ("4", "1")])
+def test_tasks_of_slurm_that_do_not_fit_are_answered_with_the_flags(
+    tasks: str, nodes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"NTASKS": "16", "NTASKS_PER_NODE": tasks, "NNODES": nodes, "JOB_NAME": "sd", "PROCID": "0"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    connector = SimpleNamespace(cluster_environment=SLURMEnvironment())
+    trainer = SimpleNamespace(_accelerator_connector=connector, num_devices=4, num_nodes=2, strategy=DDPStrategy())
+    with pytest.raises(ConfigError, match=f"add --trainer.devices {tasks} --trainer.num_nodes {nodes}, or start"):
+        check_world(trainer)  # type: ignore[arg-type]
+    trainer.strategy = None  # one device
+    check_world(trainer)  # type: ignore[arg-type]  # a bare command in the job
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    with pytest.raises(ConfigError, match="or start as many processes"):
+        check_world(trainer)  # type: ignore[arg-type]
+
+
+def test_tasks_of_slurm_without_a_number_of_each_node_are_one_sentence(
+    quick_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NTASKS": "4", "JOB_NAME": "sd", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv("SLURM_NTASKS_PER_NODE", raising=False)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(quick_config))
+    monkeypatch.setattr("lightning_aigc.strategies.rendezvous.open_store", None)
+    code, said = fit(0, str(config), [])
+    assert code == 1 and "error: SLURM's job has --ntasks=4, which does not say how many run on a node" in said
 
 
 def test_what_is_a_nodes_own_business_may_differ(quick_config: dict[str, Any], photos: Path, tmp_path: Path) -> None:

@@ -84,6 +84,31 @@ def test_an_error_of_all_ranks_is_printed_once(quick_config: dict[str, Any], tmp
     assert [said.count(f"error: the image folder {nowhere} does not exist") for _, said, _ in ends] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--trainer.strategy", "ddp"], "runs trainer.strategy "),
+        (["--trainer.devices", "1"], "1 device(s) each; add --trainer.devices 2 --trainer.num_nodes 1, or"),
+    ],
+)
+def test_a_node_that_was_started_otherwise_ends_both_within_seconds(
+    arguments: list[str], words: str, quick_config: dict[str, Any], tmp_path: Path
+) -> None:
+    path, launched = write(quick_config, tmp_path), {"TORCHELASTIC_RUN_ID": "1"}
+    ends = run_ranks(fit, 2, tmp_path / "ranks", str(path), 1, arguments, gloo=False, environment=launched)
+    for code, said, seconds in ends:
+        (error,) = [line for line in said.splitlines() if line.startswith("error:")]
+        assert code == 1 and words in error and seconds < 40 and "Traceback" not in said
+
+
+def test_an_error_of_all_ranks_before_they_meet_is_printed_once(quick_config: dict[str, Any], tmp_path: Path) -> None:
+    path, launched = write(quick_config, tmp_path), {"TORCHELASTIC_RUN_ID": "1"}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "zorp.safetensors").touch()
+    ends = run_ranks(fit, 2, tmp_path / "ranks", str(path), 0, [], gloo=False, environment=launched)
+    assert [(code, said.count("has the results of an earlier run")) for code, said, _ in ends] == [(1, 1), (1, 0)]
+
+
 def fail_apart(rank: int, where: str) -> list[str]:
     """Errors of two ranks of which one fails where each works alone, before a collective of both."""
     from lightning_aigc.data.cache import encoded_caches

@@ -146,6 +146,22 @@ def test_the_command_that_goes_on_is_the_one_that_was_given() -> None:
     assert resume_command(["train.py"], Path("a")) == 'trainer.fit(..., ckpt_path="a")'
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", "a bare command of a job"])
+def test_a_command_of_several_nodes_is_described(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither torchrun's nor srun's own arguments are known here."""
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    slurm = {"SLURM_NTASKS": "2" if launcher == "srun" else "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NAME": "sd"}
+    for name, value in (torchrun if launcher == "torchrun" else slurm).items():
+        monkeypatch.setenv(name, value)
+    words = ["/bin/lightning", "fit", "-c", "a.yaml"]
+    if launcher == "a bare command of a job":
+        assert resume_command(words) == "lightning fit -c a.yaml --resume"
+        return
+    assert resume_command(words) == "the same command on every node, with --resume"
+    assert resume_command(words, Path("a b")) == "the same command on every node, with --ckpt_path 'a b'"
+    assert resume_command(["train.py"]) == 'trainer.fit(..., ckpt_path="latest")'
+
+
 def test_last_is_no_way_to_an_unfinished_run_of_snapshots(command: Command, quick: Path, tmp_path: Path) -> None:
     """Lightning starts anew where it finds no checkpoint of its own."""
     assert command("fit", "-c", quick).code == 0
