@@ -124,10 +124,10 @@ class ResumeSession:
         is_here = self.snapshot.path == directory / name_of(self.snapshot.step)
         return is_here and self.snapshot.world_size == self._trainer.world_size
 
-    def finish(self, local_buffers: training_state.LocalBuffers) -> LoopState:
+    def finish(self, local_state: training_state.LocalState) -> LoopState:
         """Restore the rest; the next batch is the one that the killed run did not finish. Returns: the loops' state."""
         trainer = self._trainer
-        training_state.restore(trainer, self._own, local_buffers)
+        training_state.restore(trainer, self._own, local_state)
         loop_state = LoopState.from_plain(self._own["loop_state"], trainer.strategy.root_device)
         # An early stop remains in force, unless the user has changed the limits since.
         if loop_state.should_stop and self.snapshot.facts.get("limits") == limits_of(trainer, trainer.lightning_module):

@@ -37,7 +37,7 @@ from lightning_aigc.checkpoint.run_config import final_facts, finished_sentence,
 from lightning_aigc.checkpoint.snapshot_taker import SnapshotTaker
 from lightning_aigc.checkpoint.training_state import (
     ChangeTracker,
-    LocalBuffers,
+    LocalState,
     apply_options,
     check_strategy,
     configured_options,
@@ -92,7 +92,7 @@ class SnapshotSession:
         self._loop_state: LoopState | None = None
         """The loops' state after the last micro-batch."""
         self._changes = ChangeTracker()
-        self._local_buffers: LocalBuffers
+        self._local_state: LocalState
         self._final_state: tuple[State, State] | None = None
         self._final_facts: dict[str, Any] | None = None
         default = str(Path(trainer.default_root_dir) / "snapshots")
@@ -190,11 +190,11 @@ class SnapshotSession:
         """Begin to take snapshots, once the module and its optimizers are set up."""
         if self._resuming is not None:
             self._resuming.compare_config("after")
-        self._local_buffers = LocalBuffers(module)
+        self._local_state = LocalState(module)
         self._changes = ChangeTracker(module)
         if self._resuming is None:
             self.taker.options = configured_options(self.trainer)
-        self.taker.begin(self.trainer, training_config(self.trainer, module), self._local_buffers)
+        self.taker.begin(self.trainer, training_config(self.trainer, module), self._local_state)
         self._poll.start(self.trainer)
         if self.options.on_signal:
             mute_sigterm_broadcast(self.trainer)  # `after_batch` asks the ranks about all signals
@@ -204,7 +204,7 @@ class SnapshotSession:
         resuming, self._resuming = self._resuming, None
         if resuming is None:
             return
-        loop_state = resuming.finish(self._local_buffers)
+        loop_state = resuming.finish(self._local_state)
         if not self.trainer.fit_loop.epoch_loop.done:
             return
         self._loop_state, self._final_state = loop_state, self.taker.capture(self.trainer, loop_state)

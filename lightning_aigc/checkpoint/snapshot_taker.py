@@ -13,7 +13,7 @@ from lightning_aigc.checkpoint.files.storage import name_of, remove
 from lightning_aigc.checkpoint.files.writer import SnapshotWriter
 from lightning_aigc.checkpoint.lightning_loops import LoopState, State
 from lightning_aigc.checkpoint.run_config import device_name, limits_of
-from lightning_aigc.checkpoint.training_state import LocalBuffers
+from lightning_aigc.checkpoint.training_state import LocalState
 from lightning_aigc.errors import SnapshotError
 
 LAST_COMMIT_S = 30.0
@@ -45,9 +45,9 @@ class SnapshotTaker:
         self._deferred: DeferredCopies | None = None
         self._may_defer = True
 
-    def begin(self, trainer: Trainer, config: dict[str, Any], local_buffers: LocalBuffers) -> None:
+    def begin(self, trainer: Trainer, config: dict[str, Any], local_state: LocalState) -> None:
         """Call it once the model and its optimizers exist."""
-        self._config, self._local_buffers = config, local_buffers
+        self._config, self._local_state = config, local_state
         self.last_step, self.last_time = trainer.global_step, time.monotonic()
         if self._keep_best is not None:  # the best snapshot of an earlier part of this run
             for snapshot in find_snapshots(self.writer.directory):
@@ -55,7 +55,7 @@ class SnapshotTaker:
 
     def capture(self, trainer: Trainer, loop_state: LoopState) -> tuple[State, State]:
         """This rank's own and the shared state, holding the Trainer's tensors themselves."""
-        return training_state.capture(trainer, loop_state, self._local_buffers)
+        return training_state.capture(trainer, loop_state, self._local_state)
 
     def save(
         self,

@@ -35,7 +35,7 @@ def check_strategy(trainer: Trainer) -> None:
         )
 
 
-def capture(trainer: Trainer, loop_state: LoopState, local_buffers: LocalBuffers) -> tuple[State, State]:
+def capture(trainer: Trainer, loop_state: LoopState, local_state: LocalState) -> tuple[State, State]:
     """This rank's own state and the state that all ranks share, holding the Trainer's tensors themselves."""
     strategy, module = trainer.strategy, trainer.lightning_module
     with strategy.without_averaging() if isinstance(strategy, HasSnapshotState) else contextlib.nullcontext():
@@ -44,9 +44,9 @@ def capture(trainer: Trainer, loop_state: LoopState, local_buffers: LocalBuffers
     own = {
         "loop_state": loop_state.to_plain(),
         "gradients": to_shards(gradients(module)) if loop_state.is_window_open else {},
-        "buffers": local_buffers.changed(module, checkpoint["state_dict"] if trainer.is_global_zero else {}),
+        "buffers": local_state.changed(module, checkpoint["state_dict"] if trainer.is_global_zero else {}),
         "in_eval": training_modes(trainer),
-        "refrozen": local_buffers.refrozen(module),
+        "refrozen": local_state.refrozen(module),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "strategy": strategy.snapshot_state() | {"kind": strategy.snapshot_kind}
         if isinstance(strategy, HasSnapshotState)
@@ -56,7 +56,7 @@ def capture(trainer: Trainer, loop_state: LoopState, local_buffers: LocalBuffers
     return own, {} if _ranks_differ(trainer) else checkpoint
 
 
-def restore(trainer: Trainer, own: State, local_buffers: LocalBuffers) -> None:
+def restore(trainer: Trainer, own: State, local_state: LocalState) -> None:
     """Restore what Lightning did not load. Call it in `LoopHooks.on_epoch`."""
     module = trainer.lightning_module
     if _ranks_differ(trainer) and not isinstance(trainer.strategy, HasShardedTensors):  # DDP has broadcast rank 0's
@@ -65,7 +65,7 @@ def restore(trainer: Trainer, own: State, local_buffers: LocalBuffers) -> None:
         parameter.requires_grad_(own.get("refrozen", {}).get(name, parameter.requires_grad))
     restore_gradients(module, own["gradients"])
     restore_training_modes(trainer, own["in_eval"])
-    local_buffers.restore(module, own["buffers"])
+    local_state.restore(module, own["buffers"])
     trainer.accumulate_grad_batches = own["accumulate_grad_batches"]
     LoopState.from_plain(own["loop_state"], trainer.strategy.root_device).restore(trainer)
 
@@ -177,7 +177,7 @@ class ChangeTracker:
         return not self._is_touched and self._versions == [buffer._version for buffer in self._buffers]
 
 
-class LocalBuffers:
+class LocalState:
     """State of the module that Lightning's checkpoint does not restore: non-persistent buffers, on ranks above 0 all
     buffers, because running statistics are per rank, and the weights that were frozen or unfrozen during the run."""
 
