@@ -355,6 +355,8 @@ def test_a_run_that_begins_anew_sets_aside_what_would_pass_for_its_own(tmp_path:
     callbacks = [RunReport(), SaveLoRA(every_n_steps=2), SampleGrid(["a zorp mug"], every_n_steps=2)]
     fit(tmp_path, *callbacks, steps=4)
     (tmp_path / "painter_best.safetensors").write_text("{}", encoding="utf-8")
+    begun_from = tmp_path / "painter_step_000003.safetensors"
+    begun_from.write_text("{}", encoding="utf-8")
     (tmp_path / "samples" / "mine.png").write_bytes(b"an image of the user")
 
     class Interrupted(Painter):
@@ -363,14 +365,16 @@ def test_a_run_that_begins_anew_sets_aside_what_would_pass_for_its_own(tmp_path:
                 raise KeyboardInterrupt
             return super().training_step(batch, batch_idx)
 
+    module = Interrupted()
+    module.save_hyperparameters({"lora_from": str(begun_from)})
     with pytest.raises(SystemExit):
-        fit(tmp_path, SaveLoRA(every_n_steps=2), SampleGrid(["a zorp mug"]), module=Interrupted(), steps=4)
+        fit(tmp_path, SaveLoRA(every_n_steps=2), SampleGrid(["a zorp mug"]), module=module, steps=4)
     names = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.suffix in (".safetensors", ".png"))
     aside = ["painter", "painter_best", "painter_step_000002", "painter_step_000004"]
     assert names == sorted([
         *(f"earlier-1/{name}.safetensors" for name in aside),
         *(f"earlier-1/samples/step_{step:06d}.png" for step in (0, 2, 4)),
-        "painter_step_000001.safetensors", "samples/mine.png", "samples/step_000000.png",
+        "painter_step_000001.safetensors", begun_from.name, "samples/mine.png", "samples/step_000000.png",
     ])  # fmt: skip
     assert (tmp_path / "earlier-1" / "summary.json").is_file() and not (tmp_path / "summary.json").exists()
 

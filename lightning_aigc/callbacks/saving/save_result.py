@@ -172,7 +172,8 @@ _BEGUN: WeakSet[Trainer] = WeakSet()
 def set_aside_earlier_run(trainer: Trainer, pl_module: LightningModule) -> None:
     """Move an earlier run's results, summary and sheets to `earlier-1`: where they are, they would pass for this run's.
 
-    Each callback that writes at the start of a training calls it first; a resumed run keeps what is there.
+    Each callback that writes at the start of a training calls it first; a resumed run keeps what is there. A file that
+    an argument of the module names, such as `lora_from`, stays.
     """
     if trainer in _BEGUN or trainer.global_step or not trainer.is_global_zero:
         return
@@ -181,7 +182,8 @@ def set_aside_earlier_run(trainer: Trainer, pl_module: LightningModule) -> None:
     found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     names = {callback._name(pl_module) for callback in found if isinstance(callback, SaveResult)}
     names |= {pl_module.output_name} if isinstance(pl_module, HasOutputName) else {SaveLoRA.unnamed, SaveModel.unnamed}
-    results = {path for name in names for path in result_files(root, name, pl_module)}
+    given = {Path(value).expanduser().resolve() for value in pl_module.hparams.values() if isinstance(value, str)}
+    results = {path for name in names for path in result_files(root, name, pl_module) if path.resolve() not in given}
     sheets = [path for shown in SHEETS for path in sorted(root.glob(shown))]
     _set_aside(sorted(results) + [path for path in [root / SUMMARY_FILE] if path.is_file()] + sheets, root)
 
