@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_aigc.cli.fit.console import format_warning
 from lightning_aigc.cli.fit.start_lines import USUAL, strange_rates
+from lightning_aigc.cli.fit.trainer_commands import run_trainer_verb
 
 ALWAYS = (
     r"Seed set to 42",
@@ -111,3 +112,14 @@ def test_each_optimizer_has_its_own_usual_rates(name: str) -> None:
     below, above = strange_rates([kind(least / 2), kind(most * 2)])
     assert f"is below what {name} takes" in below and f"is above what {name} takes" in above
     assert f"set model.init_args.learning_rate to {usual:g}" in above
+
+
+def test_calls_to_a_store_that_has_ended_print_no_frames_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    assert run_trainer_verb(["fit", "-c", "nowhere.yaml"]) == 2
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"  # the user's own
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+    assert run_trainer_verb(["fit", "-c", "nowhere.yaml"]) == 2
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
