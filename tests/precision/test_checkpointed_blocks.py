@@ -208,9 +208,12 @@ def another_mode(model: nn.Module, call: Call) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize("make", [sd3, flux2, unet], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    ("make", "dropout"),
+    [(sd3, 0.0), (sd3, 0.1), (flux2, 0.0), (unet, 0.1)],
+    ids=["sd3", "sd3-dropout", "flux2", "unet-dropout"],
+)
 @pytest.mark.parametrize("change", [scaled, slider, half_disabled, another_mode], ids=lambda change: change.__name__)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_backward_recomputes_a_block_as_it_was_in_forward(
     make: Any, change: Callable[[nn.Module, Call], Tensor], dropout: float
 ) -> None:

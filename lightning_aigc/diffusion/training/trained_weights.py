@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc._lightning import Trainer
+from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.devices import autocast_dtype
 from lightning_aigc.errors import ConfigError, ModelError
 
@@ -47,11 +48,13 @@ def check_trainer(trainer: Any) -> None:
     reason = UNSUPPORTED.get(str(trainer.precision))
     if reason is not None:
         raise ConfigError(f"got precision {trainer.precision}, which does not train this model: {reason}")
-    for callback in trainer.callbacks:
+    has_snapshots = any(isinstance(callback, ExactSnapshot) for callback in trainer.callbacks)
+    for callback in trainer.callbacks if has_snapshots else ():
         if any(cls.__name__ == "WeightAveraging" for cls in type(callback).__mro__):
             raise ConfigError(
                 f"{type(callback).__name__} averages a copy of the whole model, which snapshots do not hold; remove it"
-                " and set model.init_args.use_ema: true, which averages the trained weights"
+                " and set model.init_args.use_ema: true, which averages the trained weights, or train without"
+                " snapshots: trainer.enable_checkpointing: false"
             )
 
 

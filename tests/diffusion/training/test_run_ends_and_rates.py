@@ -170,7 +170,7 @@ def test_a_checkpoint_of_lightning_that_the_user_asks_for_is_written(
 
 def test_an_average_of_all_weights_by_lightning_is_refused(sd: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"EMAWeightAveraging.*remove it and set model.init_args.use_ema: true"):
-        fit(make_module(sd), tmp_path, callbacks=[EMAWeightAveraging(decay=0.9)])
+        fit(make_module(sd), tmp_path, callbacks=[EMAWeightAveraging(decay=0.9)], enable_checkpointing=True)
 
 
 @pytest.mark.parametrize(
