@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from lightning_aigc.diffusion import DiffusionFineTuning, DiffusionLoRA
 from lightning_aigc.diffusion.lora import file as lora_file
 from lightning_aigc.metrics import CLIPSimilarity
 
+LAST_PHASE_S = 0.5
+"""Time that a process stays after its last phase, in which a kill that comes late still finds it."""
 ENDING = "ending: "
 """Prefix of a phase after the last step."""
 PHASES = ("drawing", "scoring", "sheet", "LoRA", "LoRA file", "report", "mark")
@@ -33,7 +36,9 @@ def tell_phases(path: Path) -> None:
         @functools.wraps(stock)
         def telling(*arguments: Any, **named: Any) -> Any:
             os.write(file, f"{prefix[0]}{phase}\n".encode())
-            return stock(*arguments, **named)
+            result = stock(*arguments, **named)
+            time.sleep(LAST_PHASE_S if phase == "mark" else 0)
+            return result
 
         setattr(owner, name, telling)
 
