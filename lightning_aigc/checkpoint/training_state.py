@@ -61,8 +61,10 @@ def restore(trainer: Trainer, own: State, local_state: LocalState) -> None:
     module = trainer.lightning_module
     if _ranks_differ(trainer) and not isinstance(trainer.strategy, HasShardedTensors):  # DDP has broadcast rank 0's
         module.load_state_dict(own["checkpoint"]["state_dict"], strict=False)
+    refrozen = own.get("refrozen", {})  # older snapshots have none
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(own.get("refrozen", {}).get(name, parameter.requires_grad))
+        if name in refrozen:
+            parameter.requires_grad_(refrozen[name])
     restore_gradients(module, own["gradients"])
     restore_training_modes(trainer, own["in_eval"])
     local_state.restore(module, own["buffers"])

@@ -248,15 +248,20 @@ def test_a_weight_that_changes_before_backward_is_an_error_at_each_level(make: A
         swapped.restore()
 
 
+def latents_and_texts() -> dict[str, Any]:
+    texts = torch.randn(2, 5, 16)
+    return {
+        "hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": texts, "timestep": torch.tensor([3.0, 4.0]),
+    }  # fmt: skip
+
+
 def sana() -> tuple[nn.Module, dict[str, Any]]:
     model = diffusers.SanaTransformer2DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=2,
         num_cross_attention_heads=2, cross_attention_head_dim=8, cross_attention_dim=16, caption_channels=16,
         sample_size=8,
     )  # fmt: skip
-    texts = torch.randn(2, 5, 16)
-    given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": texts}
-    return model, given | {"timestep": torch.tensor([3.0, 4.0])}
+    return model, latents_and_texts()
 
 
 def aura_flow() -> tuple[nn.Module, dict[str, Any]]:
@@ -265,9 +270,7 @@ def aura_flow() -> tuple[nn.Module, dict[str, Any]]:
         num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16, out_channels=4,
         pos_embed_max_size=64,
     )  # fmt: skip
-    texts = torch.randn(2, 5, 16)
-    given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": texts}
-    return model, given | {"timestep": torch.tensor([3.0, 4.0])}
+    return model, latents_and_texts()
 
 
 @pytest.mark.parametrize("make", [sana, aura_flow], ids=lambda make: make.__name__)

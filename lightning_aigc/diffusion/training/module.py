@@ -128,9 +128,9 @@ class DiffusionTraining(LightningModule):
     ) -> None:
         super().__init__()
         check_fields(method)
-        for name in kwargs:
-            if name not in (known := [each.name for each in fields(TrainingSettings)]):
-                raise unknown_argument(type(self).__name__, name, [*inspect.signature(type(self)).parameters, *known])
+        known = {each.name for each in fields(TrainingSettings)}
+        if unknown := [name for name in kwargs if name not in known]:
+            raise unknown_argument(type(self).__name__, unknown[0], inspect.signature(type(self)).parameters)
         self.method = method
         source = full_name(pretrained_model_name_or_path)
         self.settings = TrainingSettings(pretrained_model_name_or_path=source, **kwargs)

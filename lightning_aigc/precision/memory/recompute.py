@@ -25,6 +25,8 @@ from lightning_aigc_kernels import KnownAttention
 from lightning_aigc_kernels.dispatch import refuse_functorch
 
 VERSION = operator.attrgetter("_version")
+ADAPTER = ("_active_adapter", "_disable_adapters")
+"""Attributes of a LoRA layer that say which LoRA is active, and whether it is off."""
 OTHER_TENSORS = (
     "backward recomputes a block, and the block saved other tensors than in forward, because it has changed since: keep"
     " its layers, weights (torch.func.functional_call replaces them) and hooks until backward is done, or set memory:"
@@ -79,26 +81,28 @@ class BlockState:
     diffusers' `scale` changes LoRA layers for the time of a forward, and a slider between two of them.
     """
 
-    __slots__ = ("adapters", "dropouts", "has_active_dropout", "trained", "version")
+    __slots__ = ("attributes", "has_active_dropout", "trained", "version")
 
     def __init__(self, module: nn.Module) -> None:
-        self.adapters: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
-        self.dropouts: list[tuple[dict[str, Any], bool]] = []
+        self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Dictionaries of the layers, and the entries of each that decide what it computes, as they are now."""
         self.trained: list[Tensor] = []
         self.has_active_dropout = False
         parts: list[nn.Module | None] = [module]
         for part in parts:  # every call of a block comes here: `modules()` takes several times as long
             if part is None:
                 continue
-            attributes = part.__dict__
-            if children := attributes["_modules"]:
+            own = part.__dict__
+            if children := own["_modules"]:
                 parts += children.values()
-            if parameters := attributes["_parameters"]:
+            if parameters := own["_parameters"]:
                 self.trained += [p for p in parameters.values() if p is not None and p.requires_grad]
-            if "_active_adapter" in attributes:
-                self.adapters.append((attributes, _adapter_state(attributes)))
-            elif "p" in attributes and isinstance(part, _DropoutNd) and part.p > 0:
-                self.dropouts.append((attributes, part.training))
+            if "_active_adapter" in own:
+                self.attributes.append((own, {name: own.get(name) for name in ADAPTER}))
+                if isinstance(scaling := own.get("scaling"), dict):
+                    self.attributes.append((scaling, scaling.copy()))
+            elif "p" in own and isinstance(part, _DropoutNd) and part.p > 0:
+                self.attributes.append((own, {"training": part.training}))
                 self.has_active_dropout |= part.training
         self.version = sum(map(VERSION, self.trained))
 
@@ -107,33 +111,15 @@ class BlockState:
         return bool(sum(map(VERSION, self.trained)) != self.version)
 
 
-def _adapter_state(attributes: dict[str, Any]) -> tuple[Any, ...]:
-    """The active adapter of a LoRA layer, whether it is off, and its scaling."""
-    scaling = attributes.get("scaling")
-    return (
-        attributes["_active_adapter"],
-        attributes.get("_disable_adapters"),
-        dict(scaling) if isinstance(scaling, dict) else None,
-    )
-
-
-def _set_adapter_state(attributes: dict[str, Any], state: tuple[Any, ...]) -> None:
-    attributes["_active_adapter"], attributes["_disable_adapters"], scaling = state
-    if scaling is not None:
-        attributes["scaling"].update(scaling)
-
-
 class _Restored:
     """Scope of a recomputation, with the block's state of its first run."""
 
-    __slots__ = ("changed", "inner", "modes", "state")
+    __slots__ = ("changed", "inner", "state")
 
     def __init__(self, state: BlockState, inner: AbstractContextManager[object]) -> None:
         self.state, self.inner = state, inner
-        self.changed: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
-        """LoRA layers that are in another state now, with it."""
-        self.modes: list[tuple[dict[str, Any], bool]] = []
-        """Dropouts, and whether each is active now."""
+        self.changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Dictionaries whose entries are others now, with these."""
 
     def __enter__(self) -> None:
         if self.state.has_changed_weights():
@@ -141,24 +127,18 @@ class _Restored:
                 "a trained weight was changed in place between forward and backward, which recompute this block with"
                 " the new weight; call optimizer.step() after backward"
             )
-        for attributes, before in self.state.adapters:
-            now = _adapter_state(attributes)
+        for own, before in self.state.attributes:
+            now = {name: own.get(name) for name in before}
             if now != before:
-                self.changed.append((attributes, now))
-                _set_adapter_state(attributes, before)
-        for attributes, was_training in self.state.dropouts:
-            self.modes.append((attributes, attributes["training"]))
-            attributes["training"] = was_training
+                self.changed.append((own, now))
+                own.update(before)
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
-        for attributes, now in self.changed:
-            _set_adapter_state(attributes, now)
-        for attributes, is_training in self.modes:
-            attributes["training"] = is_training
+        for own, now in self.changed:
+            own.update(now)
         self.changed.clear()
-        self.modes.clear()
 
 
 class _Slot:
